@@ -1,0 +1,138 @@
+"""Every exception that the package raises on purpose.
+
+::
+
+    LlmTrainError
+    |-- ConfigError (also ValueError)   a wrong configuration; ``.problems`` has every fault
+    |-- ClusterError                    the cluster cannot run it; ``.findings`` lists every reason
+    |-- StagingError                    a node lacks its files; ``.nodes`` says which and why
+    |-- DataError                       the data cannot be trained on
+    |-- CheckpointError                 a checkpoint cannot be written, read or trusted
+    |-- TrainingFailed                  a rank failed; says which one, where, at which step and why
+    `-- SubmitError                     a job could not be submitted or followed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+class LlmTrainError(Exception):
+    """Base of every error of this package."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault of a configuration.
+
+    ``path`` is the dotted path of the field (``train.learning_rate``), ``message`` says what was
+    expected, what was found and what to do.
+    """
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}" if self.path else self.message
+
+
+class ConfigError(LlmTrainError, ValueError):
+    """The configuration is wrong. All its faults are reported at once, in ``problems``."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{head} in the configuration:\n{lines}")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check of the cluster: ``level`` is ``ok``, ``warning`` or ``error``."""
+
+    level: str
+    check: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"[{self.level}] {self.check}: {self.message}"
+
+
+class ClusterError(LlmTrainError):
+    """The cluster cannot run what was asked. Every reason is in ``findings``."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self.findings: tuple[Finding, ...] = tuple(findings)
+        lines = "\n".join(f"  - {finding}" for finding in self.findings)
+        super().__init__(f"the cluster cannot run this:\n{lines}")
+
+
+class StagingError(LlmTrainError):
+    """Some nodes could not get the model or the data. ``nodes`` maps each node to its cause."""
+
+    def __init__(self, what: str, nodes: Mapping[str, str]) -> None:
+        self.nodes: dict[str, str] = dict(nodes)
+        lines = "\n".join(f"  - {node}: {cause}" for node, cause in sorted(self.nodes.items()))
+        super().__init__(f"{what} could not be staged on {len(self.nodes)} node(s):\n{lines}")
+
+
+class DataError(LlmTrainError):
+    """The data cannot be read, is not of a known shape, or leaves nothing to train on."""
+
+
+class CheckpointError(LlmTrainError):
+    """A checkpoint or an export cannot be written, read back or trusted."""
+
+
+class SubmitError(LlmTrainError):
+    """A Databricks job could not be submitted, followed or read."""
+
+
+class TrainingFailed(LlmTrainError):
+    """A rank failed. The first one to fail is described; the others only followed it.
+
+    Attributes: ``rank``, ``host``, ``gpu`` (uuid or index, ``None`` on CPU), ``step`` (optimizer
+    steps finished), ``exit_code`` (negative: the signal that ended the process), ``traceback``,
+    ``log_tail`` (last lines that the rank printed) and ``advice`` (what to do, where known).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        gpu: str | None = None,
+        step: int | None = None,
+        exit_code: int | None = None,
+        traceback: str = "",
+        log_tail: str = "",
+        advice: str = "",
+    ) -> None:
+        self.message = message
+        self.rank = rank
+        self.host = host
+        self.gpu = gpu
+        self.step = step
+        self.exit_code = exit_code
+        self.traceback = traceback
+        self.log_tail = log_tail
+        self.advice = advice
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        where = [f"rank {self.rank}"] if self.rank is not None else []
+        where += [f"on {self.host}"] if self.host else []
+        where += [f"GPU {self.gpu}"] if self.gpu else []
+        where += [f"at step {self.step}"] if self.step is not None else []
+        where += [f"exit code {self.exit_code}"] if self.exit_code is not None else []
+        parts = [f"training failed: {', '.join(where)}: {self.message}" if where else self.message]
+        if self.traceback:
+            parts.append(f"Traceback of the rank:\n{self.traceback.rstrip()}")
+        elif self.log_tail:
+            parts.append(f"Last lines of the rank:\n{self.log_tail.rstrip()}")
+        if self.advice:
+            parts.append(f"What to do: {self.advice}")
+        return "\n\n".join(parts)

@@ -1,0 +1,80 @@
+"""What a rank tells the driver while it runs, as JSON lines in ``events.jsonl``.
+
+Kinds: ``started``, ``step``, ``eval``, ``checkpoint``, ``export``, ``failed``, ``finished``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dbx_llmtrain.records import Record
+from dbx_llmtrain.storage import GrowingFile
+
+EVENTS_FILE = "events.jsonl"
+
+Kind = Literal["started", "step", "eval", "checkpoint", "export", "failed", "finished"]
+
+
+class Event(Record):
+    """One thing that happened. ``time`` is seconds since the epoch, ``step`` optimizer steps done,
+    ``metrics`` numbers by their MLflow names, ``data`` anything else that is JSON."""
+
+    attempt: str
+    rank: int
+    kind: Kind
+    time: float
+    step: int
+    metrics: dict[str, float] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class EventLog:
+    """Rank 0's events: appended locally, republished to the run folder every few seconds."""
+
+    def __init__(self, local: Path, shared: Path, attempt: str, rank: int) -> None:
+        self._file = GrowingFile(local, shared, every=5.0)
+        self._attempt = attempt
+        self._rank = rank
+
+    def emit(
+        self, kind: Kind, step: int, metrics: dict[str, float] | None = None, **data: Any
+    ) -> Event:
+        """Append one event and return it."""
+        event = Event(
+            attempt=self._attempt,
+            rank=self._rank,
+            kind=kind,
+            time=time.time(),
+            step=step,
+            metrics=metrics or {},
+            data=data,
+        )
+        self._file.write(event.model_dump_json().encode() + b"\n")
+        return event
+
+    def close(self) -> None:
+        """Publish what is left."""
+        self._file.close()
+
+
+def read_events(path: Path, *, attempt: str | None = None) -> Iterator[Event]:
+    """The whole lines of an event file, in order; a line that is cut short ends the reading."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        if not line.endswith("\n"):
+            return
+        try:
+            event = Event.model_validate(json.loads(line))
+        except ValueError:
+            return
+        if attempt is None or event.attempt == attempt:
+            yield event

@@ -1,0 +1,275 @@
+"""What travels between the driver and the ranks, and what the user gets back: data only.
+
+Every record is a frozen pydantic model: ``model_dump_json`` and ``model_validate_json`` are the
+wire format.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dbx_llmtrain.config import TrainConfig
+
+
+class Record(BaseModel):
+    """Base of the records."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class GpuInfo(Record):
+    """One GPU as ``nvidia-smi`` reports it. Memory in bytes."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_total: int
+    memory_used: int
+    driver: str
+
+
+class NodeReport(Record):
+    """One machine. Memory and disk in bytes; ``problem`` says what could not be read."""
+
+    node: str
+    host: str
+    addresses: tuple[str, ...] = ()
+    gpus: tuple[GpuInfo, ...] = ()
+    cpus: int
+    memory_total: int
+    memory_available: int
+    local_dir: str
+    disk_free: int
+    python: str
+    packages: dict[str, str] = Field(default_factory=dict)
+    problem: str = ""
+
+
+class ClusterReport(Record):
+    """Every machine of the cluster, and what Spark offers on them.
+
+    ``executors`` are the live ones' addresses (host or IP); ``slots`` the tasks that can run at
+    once; ``missing`` the executor hosts that did not answer in time. ``local`` is true where Spark
+    has no executors of its own (``local[N]``): the ranks then run on the driver's machine.
+    """
+
+    master: str
+    spark_version: str
+    local: bool
+    executors: tuple[str, ...]
+    slots: int
+    task_gpus: str | None = None
+    driver: NodeReport
+    nodes: tuple[NodeReport, ...]
+    missing: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        from dbx_llmtrain.display import cluster_text
+
+        return cluster_text(self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        from dbx_llmtrain.display import cluster_html
+
+        return cluster_html(self)
+
+
+class FileEntry(Record):
+    """A file of an artifact: path relative to its folder, size in bytes, SHA-256."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class Artifact(Record):
+    """A folder that every node needs on its own disk: the model or the prepared data.
+
+    ``source`` is on storage that every node sees; ``fingerprint`` names the content and is the
+    folder's name on each node (``<local_dir>/<kind>/<fingerprint>``).
+    """
+
+    kind: Literal["models", "data"]
+    source: str
+    fingerprint: str
+    files: tuple[FileEntry, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files)
+
+
+class Audit(Record):
+    """Where every row and token of the data went.
+
+    ``read_rows == train_rows + eval_rows + sum(dropped.values())``. Token counts are of the
+    training rows: ``tokens`` all of them, ``trained_tokens`` those with a label (a document's first
+    token never has one), ``trained_end_tokens`` the end tokens among them.
+    """
+
+    read_rows: int
+    train_rows: int
+    eval_rows: int
+    dropped: dict[str, int] = Field(default_factory=dict)
+    truncated_rows: int = 0
+    tokens: int
+    trained_tokens: int
+    trained_end_tokens: int = 0
+    packs: int
+    packing_efficiency: float
+
+
+class PreparedData(Record):
+    """A prepared data set: the folder's artifact, what is in it, and the audit."""
+
+    artifact: Artifact
+    audit: Audit
+    format: str
+    train_examples: int
+    eval_examples: int
+    eval_rows: int
+    sources: dict[str, str]
+    """Role (``train``, ``eval``) to the source as the user gave it."""
+
+
+class ModelInfo(Record):
+    """What the driver learnt of the model from its files."""
+
+    artifact: Artifact
+    source: str
+    revision: str | None = None
+    model_type: str
+    parameters: int | None = None
+    vocab_size: int
+    max_positions: int | None = None
+    sliding_window: int | None = None
+
+
+class Decision(Record):
+    """A number or choice of the plan with its reason."""
+
+    name: str
+    value: Any
+    reason: str
+
+
+class TrackingPlan(Record):
+    """The MLflow run that the driver opened. ``by_rank``: rank 0 logs to it itself."""
+
+    uri: str
+    experiment_id: str
+    run_id: str
+    by_rank: bool
+
+
+class RunPlan(Record):
+    """Everything a rank needs to know; nothing in it is decided again by a rank.
+
+    ``attempt`` tells the records of this launch from those of an earlier one in the same folder.
+    ``accumulation`` is the number of micro-batches of the busiest rank in a full step.
+    """
+
+    attempt: str
+    run_name: str
+    run_dir: str
+    config: TrainConfig
+    world_size: int
+    local_mode: bool
+    use_gpu: bool
+    strategy: Literal["single", "ddp", "fsdp"]
+    precision: Literal["fp32", "bf16"]
+    attention: str
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+    examples: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    local_dir: str | None
+    model: ModelInfo
+    data: PreparedData
+    resume_from: str | None = None
+    tracking: TrackingPlan | None = None
+    decisions: tuple[Decision, ...] = ()
+
+    def __repr__(self) -> str:
+        from dbx_llmtrain.display import plan_text
+
+        return plan_text(self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        from dbx_llmtrain.display import plan_html
+
+        return plan_html(self)
+
+
+class RankRecord(Record):
+    """How one rank ended, in ``logs/rank-NNNNN.json`` of the run folder.
+
+    ``time`` is seconds since the epoch on the rank's clock; ``result`` is rank 0's outcome.
+    """
+
+    attempt: str
+    rank: int
+    node: str
+    host: str
+    gpu: str | None = None
+    status: Literal["finished", "failed"]
+    time: float
+    step: int | None = None
+    exit_code: int | None = None
+    error: str = ""
+    traceback: str = ""
+    log_tail: str = ""
+    result: RankResult | None = None
+
+
+class RankResult(Record):
+    """What rank 0 reports of a finished run."""
+
+    steps: int
+    metrics: dict[str, float]
+    checkpoint: str | None
+    model_path: str | None
+
+
+class TrainResult(Record):
+    """What ``train`` returns; the same is in ``result.json`` of the run folder.
+
+    ``metrics`` has at least ``train_loss`` (token mean over the run), ``tokens_per_second``,
+    ``peak_memory_bytes`` (worst rank), ``seconds_to_first_step`` and, with held-out rows,
+    ``initial_eval_loss`` (before the first step) and ``eval_loss`` (after the last).
+    """
+
+    run_id: str | None
+    run_dir: str
+    run_name: str
+    checkpoint: str | None
+    model_path: str | None
+    steps: int
+    restarts: tuple[str, ...] = ()
+    audit: Audit
+    metrics: dict[str, float]
+
+    def __repr__(self) -> str:
+        from dbx_llmtrain.display import result_text
+
+        return result_text(self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        from dbx_llmtrain.display import result_html
+
+        return result_html(self)
+
+
+RankRecord.model_rebuild()

@@ -1,0 +1,173 @@
+"""The only writer to shared storage.
+
+Unity Catalog volumes allow no append and no seek-and-write. So everything is written on local disk
+first and reaches shared storage as one sequential copy; what has to be complete to count is named
+by a manifest that is written last. Importing this module needs the standard library only, because
+the tasks that run once per node use it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dbx_llmtrain.records import FileEntry
+
+MANIFEST = "manifest.json"
+_BLOCK = 4 * 1024 * 1024
+
+
+def local_path(path: str | Path) -> Path:
+    """The path that the file system knows: ``dbfs:/Volumes/x`` is ``/Volumes/x``, other ``dbfs:/y``
+    is ``/dbfs/y``; ``~`` is expanded."""
+    text = str(path)
+    if text.startswith("dbfs:/"):
+        rest = "/" + text.removeprefix("dbfs:").lstrip("/")
+        text = rest if rest.startswith("/Volumes/") else "/dbfs" + rest
+    return Path(text).expanduser()
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, read once in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Every regular file below ``folder``, sorted by relative path."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def entries(folder: Path, files: Iterable[Path] | None = None) -> tuple[FileEntry, ...]:
+    """Size and hash of every file below ``folder`` (or of ``files`` in it)."""
+    from dbx_llmtrain.records import FileEntry
+
+    return tuple(
+        FileEntry(
+            path=path.relative_to(folder).as_posix(),
+            size=path.stat().st_size,
+            sha256=hash_file(path),
+        )
+        for path in (list_files(folder) if files is None else files)
+    )
+
+
+def copy_file(source: Path, target: Path) -> str:
+    """One sequential copy; returns the SHA-256 of what was read. The target's folder is made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    with source.open("rb") as reader, target.open("wb") as writer:
+        while block := reader.read(_BLOCK):
+            digest.update(block)
+            writer.write(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+    return digest.hexdigest()
+
+
+def publish_folder(source: Path, target: Path) -> tuple[FileEntry, ...]:
+    """Copy every file of a local folder to shared storage; returns their sizes and hashes."""
+    from dbx_llmtrain.records import FileEntry
+
+    found = []
+    for path in list_files(source):
+        name = path.relative_to(source).as_posix()
+        digest = copy_file(path, target / name)
+        found.append(FileEntry(path=name, size=path.stat().st_size, sha256=digest))
+    return tuple(found)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a small file whole: a temporary sibling first, then a rename over the target."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as writer:
+            writer.write(text)
+            writer.flush()
+            os.fsync(writer.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_manifest(folder: Path, content: dict[str, object]) -> None:
+    """Declare a folder complete. Call it after everything else has been written."""
+    write_text(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True))
+
+
+def read_manifest(folder: Path) -> dict[str, object] | None:
+    """The manifest of a complete folder; ``None`` when the folder does not count as one.
+
+    Every file that the manifest names has to be there in its size. Hashes are checked by whoever
+    reads the files.
+    """
+    from dbx_llmtrain.records import FileEntry
+
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files = [FileEntry.model_validate(entry) for entry in content["files"]]
+        whole = all((folder / entry.path).stat().st_size == entry.size for entry in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return content if whole else None
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder and what is in it; nothing happens where there is none."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class GrowingFile:
+    """A log that grows on local disk and is republished whole to shared storage now and then."""
+
+    def __init__(self, local: Path, shared: Path, *, every: float = 30.0) -> None:
+        self._local = local
+        self._shared = shared
+        self._every = every
+        self._published = 0.0
+        self._lock = threading.Lock()
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._file = local.open("ab")
+
+    def write(self, data: bytes) -> None:
+        """Append bytes; they are on shared storage within ``every`` seconds of a later write."""
+        with self._lock:
+            self._file.write(data)
+            self._file.flush()
+        if time.monotonic() - self._published >= self._every:
+            self.publish()
+
+    def publish(self) -> None:
+        """Copy the file as it is now to shared storage. Never raises: a log is not worth a run."""
+        with self._lock:
+            self._published = time.monotonic()
+            temporary = self._shared.with_name(f".{self._shared.name}.{os.getpid()}")
+            try:
+                copy_file(self._local, temporary)
+                temporary.replace(self._shared)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+
+    def tail(self, size: int = 4000) -> str:
+        """The last ``size`` bytes as text; bytes that are not UTF-8 become ``U+FFFD``."""
+        with self._local.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - size))
+            return file.read().decode("utf-8", errors="replace")
+
+    def close(self) -> None:
+        """Publish once more and close."""
+        self.publish()
+        self._file.close()
