@@ -1,0 +1,88 @@
+"""The run folder on shared storage: its name, its first files and its result."""
+
+from __future__ import annotations
+
+import datetime
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.errors import CheckpointError
+from dbx_llmtrain.records import RankResult, RunPlan, TrainResult
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where one run writes. ``attempt`` is new for every call, the rest may be found again."""
+
+    name: str
+    path: Path
+    cache: Path
+    attempt: str
+
+
+def name_folder(cfg: TrainConfig, parent: str, *, now: datetime.datetime) -> RunFolder:
+    """Where a run writes below ``parent`` (``checkpoint.dir``); nothing is made yet."""
+    attempt = uuid.uuid4().hex
+    name = cfg.tracking.run_name or f"run-{now:%Y%m%d-%H%M%S}-{attempt[:4]}"
+    shared = storage.local_path(parent).absolute()
+    cache = storage.local_path(cfg.data.cache_dir).absolute() if cfg.data.cache_dir else None
+    return RunFolder(name, shared / name, cache or shared / ".cache", attempt)
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder on shared storage. Raises ``CheckpointError`` when that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.dir: {path} cannot be made ({error}): give a folder that this user may "
+            "write, such as one below /Volumes/catalog/schema/volume"
+        ) from error
+    return path
+
+
+def resume_point(cfg: TrainConfig, folder: RunFolder) -> str | None:
+    """The checkpoint to go on from, by ``checkpoint.resume``; ``None`` for a fresh start.
+
+    Raises ``CheckpointError`` when a checkpoint that was named is not a complete one.
+    """
+    wanted = cfg.checkpoint.resume
+    if wanted == "never":
+        return None
+    if wanted == "auto":
+        found = storage.latest_checkpoint(folder.path)
+        return str(found) if found else None
+    path = storage.local_path(wanted).absolute()
+    if storage.read_manifest(path) is None:
+        raise CheckpointError(
+            f"checkpoint.resume: {path} is not a complete checkpoint: expected a folder "
+            f"step-NNNNNNNN with a {storage.MANIFEST} and every file that it names"
+        )
+    return str(path)
+
+
+def write_start(plan: RunPlan) -> None:
+    """Put ``config.yaml`` and ``plan.json`` into the run folder."""
+    folder = Path(plan.run_dir)
+    make_folder(folder / "logs")
+    storage.write_text(folder / "config.yaml", plan.config.to_yaml())
+    storage.write_text(folder / "plan.json", plan.model_dump_json(indent=1))
+
+
+def write_result(plan: RunPlan, outcome: RankResult) -> TrainResult:
+    """Make the user's result of rank 0's, and keep it as ``result.json``."""
+    result = TrainResult(
+        run_id=plan.tracking.run_id if plan.tracking else None,
+        run_dir=plan.run_dir,
+        run_name=plan.run_name,
+        checkpoint=outcome.checkpoint,
+        model_path=outcome.model_path,
+        steps=outcome.steps,
+        audit=plan.data.audit,
+        metrics=outcome.metrics,
+    )
+    storage.write_text(Path(plan.run_dir) / "result.json", result.model_dump_json(indent=1))
+    return result
