@@ -1,0 +1,1 @@
+"""From text to tokens: pure functions, no Spark and no process group."""

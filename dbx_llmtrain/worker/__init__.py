@@ -1,0 +1,1 @@
+"""What runs on a rank, under Spark's launcher or plain torchrun."""

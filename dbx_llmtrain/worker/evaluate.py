@@ -1,0 +1,87 @@
+"""The exact loss on held-out rows: every token counts once, training does not notice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dbx_llmtrain.text.prepared import Split
+from dbx_llmtrain.worker.data import Batch, share_batches
+from dbx_llmtrain.worker.loss import inference
+from dbx_llmtrain.worker.world import World
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """``loss`` is the mean over all ``trained_tokens`` of the split (not a number where there are
+    none), ``perplexity`` its exp, ``rows`` the documents that were counted."""
+
+    loss: float
+    trained_tokens: int
+    rows: int
+    perplexity: float
+
+
+def evaluate(
+    root: nn.Module,
+    split: Split,
+    world: World,
+    *,
+    micro_batch: int,
+    padded: bool = False,
+    pad_id: int = 0,
+) -> EvalReport:
+    """Mean loss over every trained token of ``split``; the same on every rank, whatever the cut.
+
+    Every rank calls it and runs the same number of forward passes. Weights, gradients, modes and
+    random state are left as they were. ``padded``: see ``data.group``.
+    """
+    nll = torch.zeros((), dtype=torch.float64, device=world.device)
+    trained = rows = 0
+    with inference(root):
+        for batch in _batches(split, world, micro_batch, padded, pad_id):
+            nll += root(**batch.to(world.device).inputs())
+            trained += batch.trained
+            rows += batch.rows
+    # fp64 holds a count up to 2**53 exactly.
+    counts = torch.tensor([trained, rows], dtype=torch.float64).to(world.device)
+    totals = torch.cat([nll[None], counts])
+    if world.size > 1:
+        dist.all_reduce(totals)
+    nll_sum, trained_sum, rows_sum = totals.tolist()
+    expected = (int(split.trained.sum()), int(split.documents_count.sum()))
+    assert (int(trained_sum), int(rows_sum)) == expected, "a row was not counted exactly once"
+    loss = nll_sum / trained_sum if trained_sum else math.nan
+    return EvalReport(loss, int(trained_sum), int(rows_sum), perplexity(loss))
+
+
+def _batches(
+    split: Split, world: World, micro_batch: int, padded: bool, pad_id: int
+) -> Iterator[Batch]:
+    """This rank's batches: examples of like length together, so that little is padded."""
+    by_length = np.argsort(split.tokens, kind="stable")[::-1]
+    window = micro_batch * world.size
+    for start in range(0, len(by_length), window):
+        parts = np.array_split(by_length[start : start + window], world.size)
+        yield from share_batches(
+            split,
+            parts,
+            world.rank,
+            micro_batch=micro_batch,
+            padded=padded,
+            pad_id=pad_id,
+        )
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), the mean taken first; infinite where that is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,235 @@
+"""The trained model as a Hugging Face folder that loads anywhere and computes the same.
+
+Everything but the weights comes from the folder that was trained: configuration, tokenizer and
+template are its files. The export is re-opened and compared before anyone sees it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.compat import dtype_argument
+from dbx_llmtrain.errors import CheckpointError
+from dbx_llmtrain.worker.generation import GENERATION_FILE, Generation, sampling_keys
+from dbx_llmtrain.worker.model import check_loading, load_tokenizer, named_weights
+from dbx_llmtrain.worker.world import World
+
+MAX_SHARD = "5GB"
+"""Above it, uploads to object stores need more than one request."""
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+    "*.tiktoken", "*.model", "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
+_SAMPLES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two  spaces,\ttabs\nand line breaks\r\n",
+    "def f(x):\n    return x ** 2  # 3.14",
+    "\u00fcml\u00e4ut \u65e5\u672c\u8a9e \U0001f600",
+)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A batch for the comparison and the running model's answer to it: (1, L) and (1, L, V)."""
+
+    input_ids: Tensor
+    logits: Tensor
+
+
+def export(
+    target: Path,
+    *,
+    model: nn.Module,
+    probe: Probe,
+    source: Path,
+    generation: Generation,
+    world: World,
+    scratch: Path,
+) -> Path | None:
+    """Write the model to ``target`` on shared storage; all ranks call it.
+
+    Rank 0 alone ever holds the whole model, in the type of the source's weights; the others return
+    ``None`` once they have sent their shards. Raises ``CheckpointError`` when what was written does
+    not load completely, holds other tensors, or gives other logits than ``probe``; nothing is left
+    at ``target`` then.
+    """
+    dtype = source_dtype(source)
+    weights = gather(model, dtype, world)
+    if world.rank != 0:
+        return None
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as name:
+            folder = Path(name)
+            write_weights(folder, source, weights, dtype)
+            write_config(folder, source, dtype)
+            copy_tokenizer(source, folder)
+            write_generation(folder, source, generation)
+            check_model(folder, weights, probe)
+            check_tokenizer(folder, source)
+            storage.remove(target)
+            files = storage.publish_folder(folder, target)
+            storage.write_manifest(target, {"files": [entry.model_dump() for entry in files]})
+    except OSError as error:
+        raise CheckpointError(f"the export {target} cannot be written: {error}") from error
+    return target
+
+
+def gather(model: nn.Module, dtype: torch.dtype, world: World) -> dict[str, Tensor]:
+    """Every tensor of the model, whole, on the CPU of rank 0, in ``dtype``; elsewhere nothing.
+
+    All ranks call it. Tensors pass one by one, so that no rank but 0 holds more than one of them.
+    """
+    gathered = {}
+    for name, tensor in named_weights(model):
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        if world.rank == 0:
+            gathered[name] = (whole.to(dtype) if whole.is_floating_point() else whole).cpu()
+    return gathered
+
+
+def source_dtype(source: Path) -> torch.dtype:
+    """The type of a folder's weights: as its ``config.json`` says, else as its first tensor has."""
+    config = _read_json(source / "config.json")
+    name = config.get("dtype") or config.get("torch_dtype")
+    found = getattr(torch, str(name), None)
+    if isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    from safetensors import safe_open
+
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():
+                tensor: Tensor = file.get_tensor(key)
+                if tensor.is_floating_point():
+                    return tensor.dtype
+    return torch.float32
+
+
+def write_weights(
+    folder: Path, source: Path, weights: dict[str, Tensor], dtype: torch.dtype
+) -> None:
+    """Safetensors files of at most ``MAX_SHARD``, under the names that the architecture publishes.
+
+    transformers itself writes them, from a model without storage: it knows how names and layouts in
+    memory differ from those on disk. What it writes beside the weights is replaced later.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = _read_json(source / "config.json")
+    kept = {name: value for name, value in config.items() if name not in sampling_keys()}
+    storage.write_text(folder / "config.json", json.dumps(kept))
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(folder, local_files_only=True), **dtype_argument(dtype)
+        )
+    skeleton.save_pretrained(folder, state_dict=dict(weights), max_shard_size=MAX_SHARD)
+    (folder / GENERATION_FILE).unlink(missing_ok=True)
+
+
+def write_config(folder: Path, source: Path, dtype: torch.dtype) -> None:
+    """The source's ``config.json`` with the type of the weights in it, under the key it uses."""
+    config = _read_json(source / "config.json")
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    storage.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer's files and the chat template, byte for byte."""
+    for pattern in _TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            if path.is_file():
+                copy = folder / path.relative_to(source)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def write_generation(folder: Path, source: Path, generation: Generation) -> None:
+    """The repaired generation configuration, or the source's file as it is."""
+    if generation.content is not None:
+        text = json.dumps(generation.content, indent=2, sort_keys=True) + "\n"
+        storage.write_text(folder / GENERATION_FILE, text)
+    elif (source / GENERATION_FILE).is_file():
+        shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
+
+
+def check_model(folder: Path, weights: dict[str, Tensor], probe: Probe) -> None:
+    """Re-open the folder as anyone would: no key too few or too many, the same tensors bit by bit,
+    and logits that differ from the running model's by no more than the types round."""
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reopened, report = AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, **dtype_argument("auto")
+        )
+    check_loading(folder, report, strict=True)
+    found = dict(named_weights(reopened))
+    differing = [
+        name
+        for name, tensor in weights.items()
+        if name not in found or not _same(found[name], tensor)
+    ]
+    if differing or found.keys() - weights.keys():
+        names = ", ".join(sorted({*differing, *(found.keys() - weights.keys())})[:8])
+        raise CheckpointError(f"the export does not hold the trained weights: {names} differ")
+    rounding = {tensor.dtype for tensor in weights.values()} - {torch.float32}
+    _check_logits(reopened.float().eval(), probe, exact=not rounding)
+
+
+def _same(found: Tensor, trained: Tensor) -> bool:
+    """Bitwise, in the type that was written. NaN equals NaN: the run reports those itself."""
+    found = found.detach().to(trained.dtype)
+    return bool(torch.equal(_bits(found), _bits(trained)))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_logits(reopened: nn.Module, probe: Probe, *, exact: bool) -> None:
+    """Relative error (L2) of all logits. 1e-5 is fp32 on one kind of device, 1e-4 between two, 0.1
+    the rounding of bf16 weights or sums over dozens of layers; another model is off by 1 or more.
+    """
+    with torch.no_grad():
+        ours = reopened(input_ids=probe.input_ids.cpu(), use_cache=False).logits.float()
+    theirs = probe.logits.float().cpu()
+    error = float(torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs))
+    exact = exact and probe.logits.dtype == torch.float32
+    limit = 0.1 if not exact else 1e-5 if probe.logits.device.type == "cpu" else 1e-4
+    if not error <= limit:
+        raise CheckpointError(
+            f"the export's logits are {error:.1e} off the running model's (limit {limit:.0e}), "
+            "although it holds the same weights: its configuration is not the one that was trained"
+        )
+
+
+def check_tokenizer(folder: Path, source: Path) -> None:
+    """The exported tokenizer gives the ids of the one that was trained with, and its template."""
+    ours, theirs = load_tokenizer(folder), load_tokenizer(source)
+    same = all(ours(text)["input_ids"] == theirs(text)["input_ids"] for text in _SAMPLES)
+    same = same and ours.chat_template == theirs.chat_template and len(ours) == len(theirs)
+    if not same:
+        raise CheckpointError(
+            f"the exported tokenizer differs from that of {source}: a file that it needs is none "
+            f"of {', '.join(_TOKENIZER_FILES)}"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,192 @@
+"""The optimizer steps of a run: accumulation, clipping, skipping, and what is said of each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.worker.data import Order, StepBatches
+from dbx_llmtrain.worker.evaluate import perplexity
+from dbx_llmtrain.worker.optim import learning_rate
+from dbx_llmtrain.worker.parallel import Strategy
+from dbx_llmtrain.worker.world import World
+
+MAX_SKIPPED_IN_A_ROW = 10
+"""After so many steps in a row with a gradient that is not finite, training has failed."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step, the same on every rank.
+
+    ``step`` counts from 1. ``loss`` is the mean over the ``trained`` tokens of all ranks and
+    micro-batches, ``grad_norm`` the global norm before clipping. ``tokens``, ``rows`` (documents)
+    and ``trained`` are of all ranks. ``skipped`` says why the weights were left as they are.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    rows: int
+    trained: int
+    seconds: float
+    skipped: str = ""
+
+
+@dataclass
+class Window:
+    """Sums over several steps, so that a reported loss is the mean over all their tokens.
+
+    Counts are Python integers: exact at any size. A step without trained tokens weighs nothing.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    rows: int = 0
+    trained: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    _nll: float = field(default=0.0, repr=False)
+
+    def add(self, report: StepReport) -> None:
+        """Count a step in."""
+        self.steps += 1
+        self.tokens += report.tokens
+        self.rows += report.rows
+        self.trained += report.trained
+        self.skipped += bool(report.skipped)
+        self.seconds += report.seconds
+        self._nll += report.loss * report.trained
+
+    @property
+    def loss(self) -> float:
+        """Mean over the trained tokens of all steps; not a number where there were none."""
+        return self._nll / self.trained if self.trained else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean, not a mean of exps."""
+        return perplexity(self.loss)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks, padding not counted, by the time the steps took."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def train_steps(
+    plan: RunPlan,
+    root: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    order: Order,
+    world: World,
+    *,
+    done: int = 0,
+) -> Iterator[StepReport]:
+    """Run optimizer steps ``done + 1`` to ``plan.total_steps``, yielding after each.
+
+    Every rank calls it with the same ``done`` (steps that a checkpoint holds). Between two steps
+    the caller may evaluate or save: no gradient is alive then. Raises ``RuntimeError`` when a
+    parameter got no gradient, or when too many gradients in a row were not finite.
+    """
+    root.train()
+    failures = 0
+    for step in range(done + 1, plan.total_steps + 1):
+        started = time.perf_counter()
+        work = order.step(step - 1)
+        rate = learning_rate(
+            step,
+            plan.config.train,
+            warmup_steps=plan.warmup_steps,
+            total_steps=plan.total_steps,
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss, norm, skipped = _step(
+            root, optimizer, strategy, work, world, plan.config.train.max_grad_norm
+        )
+        failures = failures + 1 if skipped and work.trained_total else 0
+        yield StepReport(
+            step=step,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens=work.tokens_total,
+            rows=work.rows_total,
+            trained=work.trained_total,
+            seconds=time.perf_counter() - started,
+            skipped=skipped,
+        )
+        if failures >= MAX_SKIPPED_IN_A_ROW:
+            raise RuntimeError(
+                f"the gradient was not finite in {failures} steps in a row, up to step {step}: "
+                "lower train.learning_rate, or look for broken rows in the data"
+            )
+
+
+def _step(
+    root: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    work: StepBatches,
+    world: World,
+    max_norm: float,
+) -> tuple[float, float, str]:
+    """One optimizer step: mean loss, gradient norm, and why the weights were not touched."""
+    parameters = {name: p for name, p in root.named_parameters() if p.requires_grad}
+    assert all(p.grad is None for p in parameters.values()), "a gradient outlived its step"
+    if work.trained_total == 0:
+        # Known from the index, so all ranks leave here together.
+        return 0.0, 0.0, "no trained token"
+    total = back_propagate(root, strategy, work, world)
+    _check_gradients(parameters)
+    norm = strategy.grad_norm_and_clip(parameters.values(), max_norm)
+    if world.size > 1:
+        dist.all_reduce(total)
+    # The one moment in a step at which the host waits for the device.
+    norm_value, loss_sum = torch.stack([norm.double(), total]).tolist()
+    loss = loss_sum / work.trained_total
+    skipped = "" if math.isfinite(norm_value) else "the gradient is not finite"
+    if not skipped:
+        if norm_value == 0 and loss > 0:
+            raise RuntimeError(f"the gradient of all parameters is zero at a loss of {loss}")
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, norm_value, skipped
+
+
+def back_propagate(root: nn.Module, strategy: Strategy, work: StepBatches, world: World) -> Tensor:
+    """Leave the gradient of the step's mean loss in the parameters, reduced over ranks once.
+
+    Returns this rank's summed loss, fp64, on the device. Gradients are averaged over the ranks, so
+    each micro-batch back-propagates its sum times ``world.size / N``.
+    """
+    scale = world.size / work.trained_total
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for number, batch in enumerate(work.batches, start=1):
+        batch = batch.to(world.device)
+        with strategy.accumulate(root, last=number == len(work.batches)):
+            loss = root(**batch.inputs())
+            (loss * scale).backward()
+        total += loss.detach()
+    return total
+
+
+def _check_gradients(parameters: dict[str, nn.Parameter]) -> None:
+    """A missing gradient means that the wrapper did not reduce, or that a weight is not used."""
+    missing = [name for name, p in parameters.items() if p.grad is None]
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} of {len(parameters)} trainable parameters got no gradient: "
+            f"{', '.join(missing[:5])}"
+        )

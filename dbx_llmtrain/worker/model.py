@@ -1,0 +1,136 @@
+"""The model and its tokenizer, from a folder on the node's own disk."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dbx_llmtrain.compat import dtype_argument
+from dbx_llmtrain.errors import CheckpointError
+
+
+def load_model(folder: Path, *, attention: str) -> nn.Module:
+    """The causal language model of a Hugging Face folder, on the CPU, ready to be trained.
+
+    Weights are fp32 whatever the folder holds: AdamW's updates of a bf16 weight are mostly rounded
+    away. No cache, because a cache switches the mask of packed rows off.
+
+    Raises ``CheckpointError`` when a weight is missing (it would be random) or has another shape,
+    and when the model does not run with the ``attention`` that the plan asks for.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with warnings.catch_warnings():
+        # A contradicting generation configuration; it is repaired and reported for the export.
+        warnings.filterwarnings("ignore", message=".*do_sample")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+            **dtype_argument(torch.float32),
+        )
+    check_loading(folder, report, strict=False)
+    used = getattr(model.config, "_attn_implementation", attention)
+    if used != attention:
+        raise CheckpointError(
+            f"{folder} runs with {used} attention, the plan says {attention}: set model.attention"
+        )
+    model.config.use_cache = False
+    model.train()
+    for name, weight in model.named_parameters():
+        if weight.dtype != torch.float32:
+            raise CheckpointError(f"{folder}: {name} was loaded as {weight.dtype}, not as float32")
+    return model
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a Hugging Face folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def check_loading(folder: Path, report: Mapping[str, Any], *, strict: bool) -> None:
+    """Refuse a folder whose weights do not fit the model, naming them.
+
+    ``report`` is transformers' loading info. Weights that the model does not know are an error only
+    where ``strict``: published checkpoints often carry some (old rotary tables).
+    """
+    kinds = ("missing_keys", "mismatched_keys", *(("unexpected_keys",) if strict else ()))
+    faults = [
+        f"{kind.removesuffix('_keys')}: {', '.join(_some(names))}"
+        for kind in kinds
+        if (names := [_key(item) for item in report.get(kind) or ()])
+    ]
+    if faults:
+        raise CheckpointError(
+            f"the weights of {folder} do not fit its config.json: {'; '.join(faults)}. "
+            "A model that is loaded so has random weights in their place"
+        )
+
+
+def _key(item: Any) -> str:
+    """A mismatched key comes with its two shapes."""
+    return item if isinstance(item, str) else str(item[0])
+
+
+def _some(names: list[str], limit: int = 8) -> list[str]:
+    shown = sorted(names)[:limit]
+    return shown + [f"and {len(names) - limit} more"] * (len(names) > limit)
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a model's checkpoint and export hold: every parameter, tied ones once, and the buffers
+    that belong to the state dict. Names are those of the Hugging Face model, whatever wraps it."""
+    yield from model.named_parameters()
+    kept = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
+
+
+def check_same_weights(model: nn.Module) -> None:
+    """Raise ``CheckpointError`` on every rank unless all ranks hold the same model.
+
+    Called before the model is wrapped: FSDP takes each shard from its own rank, and would build a
+    patchwork of different models without a word. Buffers count, also those that are not saved.
+    """
+    ours = {
+        name: _digest(tensor)
+        for tensors in (model.named_parameters(), model.named_buffers())
+        for name, tensor in tensors
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _combined(ours))
+    if len(set(everyone)) == 1:
+        return
+    dist.all_gather_object(everyone, ours)
+    first = everyone[0]
+    names = sorted(
+        {name for other in everyone for name in first.keys() | other.keys()
+         if first.get(name) != other.get(name)}
+    )  # fmt: skip
+    ranks = [rank for rank, other in enumerate(everyone) if other != first]
+    raise CheckpointError(
+        f"ranks {ranks} hold other weights than rank 0 in {len(names)} of {len(first)} tensors "
+        f"({', '.join(_some(names))}): delete the staged model on their nodes"
+    )
+
+
+def _digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's type, shape and bytes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _combined(digests: Mapping[str, str]) -> str:
+    text = "\n".join(f"{name} {value}" for name, value in sorted(digests.items()))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,360 @@
+"""What happens once per node: who it is, what it has, and copies of files on its own disk.
+
+Standard library and our pure modules only, because Spark tasks run this before anything else is
+known to be installed on a node. A node is identified by ``node_id()`` and guarded by file locks;
+``LOCAL_RANK`` is never asked, since it is 0 on every rank of a distributed run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.errors import StagingError
+from dbx_llmtrain.worker import gpus
+
+NODE_VARIABLE = "DBX_LLMTRAIN_NODE"
+_DATABRICKS_DISK = "/local_disk0"
+_DAY = 24 * 3600
+_STAGED = ".staged"
+"""Marker of a finished copy, in its folder."""
+_COPIES_AT_ONCE = 4
+_SPARE_BYTES = 16 * 1024 * 1024
+"""Left free on the disk after a copy, for logs and the like."""
+_PACKAGES = (
+    "torch", "transformers", "datasets", "tokenizers", "safetensors", "accelerate", "peft",
+    "deepspeed", "mlflow", "mlflow-skinny", "pyspark", "pyarrow", "pandas", "numpy", "pydantic",
+    "huggingface-hub",
+)  # fmt: skip
+
+
+class Capture:
+    """A block whose exception is kept in ``error`` instead of raised (``BaseException`` passes)."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+            return True
+        return False
+
+    def text(self) -> str:
+        """The exception's type and message; empty when there was none."""
+        return f"{type(self.error).__name__}: {self.error}" if self.error else ""
+
+    def traceback(self) -> str:
+        """The traceback as Python prints it; empty when there was none."""
+        return "".join(traceback.format_exception(self.error)) if self.error else ""
+
+
+def node_id() -> str:
+    """This machine's name: ``DBX_LLMTRAIN_NODE`` where it is set, else the host name."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
+
+
+def private_dir() -> Path:
+    """This user's own folder for small files, in the temporary folder; others cannot enter it."""
+    folder = Path(tempfile.gettempdir()) / f"dbx_llmtrain-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid == os.getuid():
+        return folder
+    return Path(tempfile.mkdtemp(prefix="dbx_llmtrain-"))
+
+
+def local_dir(setting: str | None = None) -> Path:
+    """The folder for big files on this node's own disk, made if need be.
+
+    ``setting`` is ``cluster.local_dir``; without it ``/local_disk0/dbx_llmtrain`` where this node
+    can write it, else ``dbx_llmtrain`` in the temporary folder. Raises ``StagingError`` when
+    nothing can be written.
+    """
+    if setting:
+        candidates = [storage.local_path(setting)]
+    else:
+        temporary = Path(tempfile.gettempdir())
+        candidates = [Path(_DATABRICKS_DISK, "dbx_llmtrain")] if _disk_exists() else []
+        candidates += [temporary / "dbx_llmtrain", temporary / f"dbx_llmtrain-{os.getuid()}"]
+    problems = []
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return folder
+        except OSError as error:
+            problems.append(f"{folder} cannot be written ({error})")
+    cause = "; ".join(problems) + ": set cluster.local_dir to a folder that every node can write"
+    raise StagingError("the node's own folder", {node_id(): cause})
+
+
+def _disk_exists() -> bool:
+    return Path(_DATABRICKS_DISK).is_dir()
+
+
+def report(setting: str | None = None, driver_host: str | None = None) -> dict[str, Any]:
+    """The fields of a ``NodeReport``. What cannot be read is said in ``problem``, never raised.
+
+    ``setting`` is ``cluster.local_dir``; ``driver_host`` the driver's address, by which the node
+    finds out which of its own addresses the cluster uses.
+    """
+    found, problem = gpus.read_gpus()
+    problems = [problem] if problem else []
+    folder, free = "", 0
+    with Capture() as disk:
+        path = local_dir(setting)
+        folder, free = str(path), shutil.disk_usage(path).free
+    if disk.error:
+        folder = setting or ""
+        problems.append(disk.text())
+    total, available = _memory()
+    return {
+        "node": node_id(),
+        "host": socket.gethostname(),
+        "addresses": addresses(driver_host),
+        "gpus": found,
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_total": total,
+        "memory_available": available,
+        "local_dir": folder,
+        "disk_free": free,
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "problem": "; ".join(problems),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that matter, from their metadata; nothing is imported."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _memory() -> tuple[int, int]:
+    """Total and available bytes: the machine's, or the container's where that has a lower limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    total, available = (int(fields[name][0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    if limit is None:
+        limit = _number("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+        used = _number("/sys/fs/cgroup/memory/memory.usage_in_bytes")
+    if limit is not None and limit < total:
+        total, available = limit, min(available, max(0, limit - (used or 0)))
+    return total, available
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def addresses(toward: str | None = None) -> list[str]:
+    """IP addresses of this machine, with the names and addresses that Spark was given for it."""
+    spark_names = ("SPARK_LOCAL_IP", "SPARK_LOCAL_HOSTNAME", "SPARK_PUBLIC_DNS")
+    found = {os.environ[name] for name in spark_names if os.environ.get(name)}
+    found |= resolve(socket.gethostname())
+    with Capture():
+        tree = Path("/proc/net/fib_trie").read_text()
+        found |= set(re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", tree))
+    with Capture():
+        six = Path("/proc/net/if_inet6").read_text().split("\n")
+        found |= {_ipv6(line.split()[0]) for line in six if line.strip()}
+    if toward:
+        with Capture(), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((toward, 9))  # UDP: nothing is sent, the kernel picks the source address
+            found.add(probe.getsockname()[0])
+    return sorted(found)
+
+
+def resolve(host: str) -> set[str]:
+    """``host`` itself and the IP addresses it stands for."""
+    try:
+        return {host} | {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return {host}
+
+
+def _ipv6(digits: str) -> str:
+    return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[IO[str]]:
+    """Hold the lock on a file of this node. The kernel frees it when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def call(target: str, args: Sequence[Any]) -> dict[str, Any]:
+    """Call ``module:function`` here and say how it went, in primitives: the outcome of this node.
+
+    Keys: ``node``, ``host``, ``addresses``, ``value``, ``error`` and ``traceback`` (empty when the
+    function returned). A ``StagingError`` of this node says its cause and needs no traceback.
+    """
+    value = None
+    with Capture() as capture:
+        module, _, name = target.partition(":")
+        value = getattr(importlib.import_module(module), name)(*args)
+    staging = capture.error if isinstance(capture.error, StagingError) else None
+    return {
+        "node": node_id(),
+        "host": socket.gethostname(),
+        "addresses": addresses(),
+        "value": value,
+        "error": "; ".join(staging.nodes.values()) if staging else capture.text(),
+        "traceback": "" if staging else capture.traceback(),
+    }
+
+
+def once(
+    job: str, done: Sequence[str], hold_s: float, target: str, args: Sequence[Any]
+) -> dict[str, Any] | None:
+    """Call ``target`` once on this node for this job, however many tasks of the job land on it.
+
+    The other tasks wait for the first one and then ``hold_s`` seconds more, returning ``None``:
+    while they hold their slots, Spark gives the remaining tasks to other nodes. ``done`` are the
+    nodes that answered in an earlier round.
+    """
+    if node_id() not in done:
+        folder = private_dir() / "jobs"
+        with file_lock(folder / f"{job}-{node_id()}".replace("/", "_")) as marker:
+            marker.seek(0)
+            if not marker.read():
+                outcome = call(target, args)
+                marker.write("done")
+                _remove_old(folder)
+                return outcome
+    time.sleep(hold_s)
+    return None
+
+
+def _remove_old(folder: Path) -> None:
+    """Markers of jobs that ended long ago."""
+    for path in folder.iterdir():
+        with Capture():
+            if time.time() - path.stat().st_mtime > _DAY:
+                path.unlink()
+
+
+def stage(artifact: dict[str, Any], setting: str | None = None) -> Path:
+    """Copy an artifact's folder to this node's disk once, and return where it is.
+
+    ``artifact`` has the fields of ``records.Artifact``; ``setting`` is ``cluster.local_dir``. The
+    copy is ``<local dir>/<kind>/<fingerprint>``, made in a temporary folder under a lock of this
+    node, checked (size and SHA-256 of every file) and renamed into place; a finished copy whose
+    sizes are right is used again. Raises ``StagingError``.
+    """
+    root = local_dir(setting)
+    target: Path = root / artifact["kind"] / artifact["fingerprint"]
+    with file_lock(root / "locks" / f"{artifact['kind']}-{artifact['fingerprint']}"):
+        if not _is_complete(target, artifact["files"]):
+            partial = target.with_name(f".{target.name}.partial")
+            storage.remove(partial)  # what a killed copy left
+            storage.remove(target)
+            try:
+                _copy(artifact, partial)
+                storage.write_text(partial / _STAGED, artifact["fingerprint"])
+                partial.replace(target)
+            finally:
+                storage.remove(partial)
+    return target
+
+
+def stage_all(artifacts: Sequence[dict[str, Any]], setting: str | None = None) -> dict[str, str]:
+    """``stage`` each of them; the folders by fingerprint."""
+    return {artifact["fingerprint"]: str(stage(artifact, setting)) for artifact in artifacts}
+
+
+def _is_complete(target: Path, files: Sequence[dict[str, Any]]) -> bool:
+    try:
+        sizes = [(target / entry["path"]).stat().st_size for entry in files]
+    except OSError:
+        return False
+    return (target / _STAGED).is_file() and sizes == [entry["size"] for entry in files]
+
+
+def _copy(artifact: dict[str, Any], partial: Path) -> None:
+    """Every file of the artifact, several at a time. The first fault, in their order, is raised."""
+    source = storage.local_path(artifact["source"])
+    if not source.is_dir():
+        raise _fault(f"{source} is no folder here: it has to be on storage that every node sees")
+    partial.mkdir(parents=True)
+    _check_space(artifact, partial)
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+        copies = [pool.submit(_copy_one, source, partial, entry) for entry in artifact["files"]]
+        try:
+            for copy in copies:
+                copy.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _check_space(artifact: dict[str, Any], partial: Path) -> None:
+    needed = sum(entry["size"] for entry in artifact["files"])
+    free = shutil.disk_usage(partial).free
+    if free < needed + _SPARE_BYTES:
+        root = partial.parent.parent
+        raise _fault(
+            f"{root} has {free:,} bytes free, {needed:,} are needed for {artifact['source']}: "
+            f"delete old copies in {root}, use a bigger disk, or set cluster.local_dir"
+        )
+
+
+def _copy_one(source: Path, partial: Path, entry: dict[str, Any]) -> None:
+    origin, copy = source / entry["path"], partial / entry["path"]
+    try:
+        digest = storage.copy_file(origin, copy)
+        size = copy.stat().st_size
+    except FileNotFoundError:
+        raise _fault(f"{origin} is missing: expected {entry['size']:,} bytes") from None
+    except OSError as error:
+        full = ": free some space or set cluster.local_dir" if error.errno == errno.ENOSPC else ""
+        raise _fault(f"{origin} cannot be copied to {copy} ({error}){full}") from error
+    if (size, digest) != (entry["size"], entry["sha256"]):
+        raise _fault(
+            f"{origin} is not the file that was registered: expected {entry['size']:,} bytes with "
+            f"SHA-256 {entry['sha256']}, found {size:,} bytes with {digest}; it was changed "
+            "meanwhile or is damaged: start again from its source"
+        )
+
+
+def _fault(cause: str) -> StagingError:
+    return StagingError("files", {node_id(): cause})

@@ -1,0 +1,155 @@
+"""Batches: what is in them, and which rows a step and a rank get."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dbx_llmtrain.text.prepared import Example, Split, write_split
+from dbx_llmtrain.worker.data import (
+    IGNORED,
+    Order,
+    collate,
+    empty_batch,
+    share_batches,
+    shares,
+    step_examples,
+)
+from dbx_llmtrain.worker.loss import trained_positions
+from tests import tiny
+
+
+def _split(folder: Path, count: int, *, packing: bool = False) -> Split:
+    rows = tiny.examples([3 + 5 * i % 17 for i in range(count)])
+    write_split(folder, rows, max_length=32, packing=packing)
+    return Split(folder)
+
+
+def _document(ids: list[int], trained: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(ids, np.int32), np.array(trained)
+
+
+def test_a_batch_lays_documents_end_to_end() -> None:
+    first = [_document([5, 6, 7], [True, True, True]), _document([8, 9], [False, True])]
+    second = [_document([4, 3], [False, False])]
+    batch = collate([first, second], pad_id=1)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [4, 3, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 0, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 2, 2], [1, 1, 0, 0, 0]]
+    assert batch.labels.tolist() == [[IGNORED, 6, 7, IGNORED, 9], [IGNORED] * 5]
+    assert batch.positions.tolist() == [0, 1, 3]
+    assert (batch.rows, batch.tokens, batch.trained) == (3, 7, 3)
+    assert torch.equal(batch.positions, trained_positions(batch.labels))
+    assert batch.to("cpu") is batch
+
+
+def test_c27_the_first_token_of_every_document_is_ignored(tmp_path: Path) -> None:
+    rows = [Example(list(range(3, 3 + n)), [True] * n) for n in (7, 5, 9)]
+    write_split(tmp_path, rows, max_length=32, packing=True)
+    batch = collate([Split(tmp_path).documents(0)], 0)
+    starts = batch.position_ids == 0
+    assert int(starts.sum()) == 3
+    assert bool((batch.labels[starts] == IGNORED).all())
+    assert batch.trained == 6 + 4 + 8
+
+
+def test_c45_counts_are_exact_integers() -> None:
+    batch = collate([[_document([5, 6, 7], [True] * 3)]], 0)
+    assert {type(batch.trained), type(batch.tokens), type(batch.rows)} == {int}
+    assert batch.positions.dtype == torch.int64
+
+
+def test_an_empty_batch_weighs_nothing() -> None:
+    batch = empty_batch(3)
+    assert (batch.rows, batch.tokens, batch.trained) == (0, 0, 0)
+    assert batch.input_ids.tolist() == [[3, 3]]
+
+
+def test_the_rows_of_a_step_depend_on_seed_epoch_and_step_alone() -> None:
+    epoch = [step_examples(7, 0, step, 10, 4) for step in range(3)]
+    assert [len(part) for part in epoch] == [4, 4, 2]
+    assert sorted(np.concatenate(epoch)) == list(range(10))
+    # numpy's named generator gives this order on every machine and version.
+    expected = np.random.Generator(np.random.PCG64([7, 0])).permutation(10)
+    assert np.concatenate(epoch).tolist() == expected.tolist()
+
+
+def test_c82_every_epoch_has_its_own_order() -> None:
+    orders = {tuple(step_examples(0, epoch, 0, 50, 50)) for epoch in range(3)}
+    assert len(orders) == 3
+    assert tuple(step_examples(0, 1, 0, 50, 50)) in orders
+    assert tuple(step_examples(1, 0, 0, 50, 50)) not in orders
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 5, 7, 13])
+def test_c34_every_row_is_trained_exactly_once_per_epoch(
+    tmp_path: Path, world_size: int, count: int
+) -> None:
+    split = _split(tmp_path, count)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for rank in range(world_size):
+        order = Order(split, 0, 4, 2, rank=rank, world_size=world_size)
+        for step in range(order.steps_per_epoch):
+            for batch in order.step(step).batches:
+                seen.update(tuple(row.tolist()) for row in _rows_of(batch))
+    assert set(seen.values()) == {1}
+    assert sum(seen.values()) == count
+
+
+def _rows_of(batch: object) -> list[torch.Tensor]:
+    ids, segments = batch.input_ids, batch.segment_ids  # type: ignore[attr-defined]
+    return [row[mark > 0] for row, mark in zip(ids, segments, strict=True) if bool(mark.any())]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_c112_every_rank_runs_the_same_number_of_micro_batches(
+    tmp_path: Path, world_size: int, micro_batch: int, padded: bool
+) -> None:
+    split = _split(tmp_path, 13, packing=True)
+    for step in range(3):
+        ranks = [
+            Order(split, 0, 5, micro_batch, rank=r, world_size=world_size, padded=padded).step(step)
+            for r in range(world_size)
+        ]
+        assert len({len(work.batches) for work in ranks}) == 1
+        totals = {(w.trained_total, w.tokens_total, w.rows_total) for w in ranks}
+        assert totals == {
+            tuple(
+                sum(getattr(b, name) for w in ranks for b in w.batches)
+                for name in ("trained", "tokens", "rows")
+            )
+        }
+
+
+def test_c35_one_row_on_two_ranks_is_trained_once(tmp_path: Path) -> None:
+    split = _split(tmp_path, 1)
+    ranks = [Order(split, 0, 4, 2, rank=rank, world_size=2).step(0) for rank in range(2)]
+    assert [[batch.rows for batch in work.batches] for work in ranks] == [[1], [0]]
+
+
+def test_c33_the_last_window_of_an_epoch_is_short_and_not_lost(tmp_path: Path) -> None:
+    order = Order(_split(tmp_path, 7), 0, 3, 1)
+    assert order.steps_per_epoch == 3
+    assert [len(order.step(step).batches) for step in range(6)] == [3, 3, 1, 3, 3, 1]
+
+
+def test_the_next_epoch_follows_on(tmp_path: Path) -> None:
+    order = Order(_split(tmp_path, 5), 3, 2, 1)
+    assert order.examples(3).tolist() == step_examples(3, 1, 0, 5, 2).tolist()
+
+
+def test_padded_rows_hold_one_document_within_the_capacity(tmp_path: Path) -> None:
+    split = _split(tmp_path, 13, packing=True)
+    capacity = 2 * int(split.tokens.max())
+    whole = shares(np.arange(len(split)), 1)
+    batches = share_batches(split, whole, 0, micro_batch=2, padded=True)
+    assert sum(batch.rows for batch in batches) == 13
+    assert all(int(batch.segment_ids.max()) == 1 for batch in batches)
+    assert all(batch.input_ids.numel() <= capacity for batch in batches)

@@ -1,0 +1,273 @@
+"""Export on one rank without a process group: files, types, generation configuration, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dbx_llmtrain.worker.world import World
+from safetensors import safe_open
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.errors import CheckpointError
+from dbx_llmtrain.worker.export import Probe, export, source_dtype
+from dbx_llmtrain.worker.generation import check_generation_config, end_of_turn
+from dbx_llmtrain.worker.model import load_model, load_tokenizer
+from tests import tiny
+from tests.unit.test_model import _bf16
+
+WORLD = World(
+    rank=0, size=1, local_rank=0, node="n", host="h", device="cpu", ranks_on_host=1
+)  # fmt: skip
+
+
+def _trained(folder: Path, *, seed: int = 7) -> Any:
+    """The folder's model after a change of every weight, as training makes."""
+    model = load_model(folder, attention="sdpa")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.02)
+    return model
+
+
+def _probe(model: Any) -> Probe:
+    ids = torch.arange(3, 15)[None, :]
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, use_cache=False).logits
+    return Probe(ids, logits)
+
+
+def _export(source: Path, target: Path, model: Any = None, probe: Probe | None = None) -> Path:
+    model = model or _trained(source)
+    path = export(
+        target,
+        model=model,
+        probe=probe or _probe(model),
+        source=source,
+        generation=check_generation_config(source),
+        world=WORLD,
+        scratch=source.parent / "scratch",
+    )
+    assert path == target
+    return target
+
+
+def _keys(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return set(file.keys())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_c94_export_reloads_with_no_key_amiss_and_equal_logits(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tiny.model_folder(tmp_path / "source", tied=tied)
+    model = _trained(source)
+    probe = _probe(model)
+    target = _export(source, tmp_path / "export", model, probe)
+    reopened, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        logits = reopened(input_ids=probe.input_ids).logits
+    assert float((logits - probe.logits).abs().max()) == 0.0
+    assert storage.read_manifest(target) is not None
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_c94_a_model_with_other_logits_is_refused(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    model = _trained(source)
+    probe = _probe(model)
+    other = Probe(probe.input_ids, probe.logits.roll(1, dims=1))
+    with pytest.raises(CheckpointError, match=r"logits are .* off the running model's"):
+        _export(source, tmp_path / "export", model, other)
+    assert not (tmp_path / "export").exists()
+    assert not any((tmp_path / "scratch").iterdir())
+
+
+def test_c94_a_model_with_a_prefix_in_its_names_is_refused(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    model = _trained(source)
+    probe = _probe(model)
+    with pytest.raises(CheckpointError, match=r"do not fit .*module\.model\.embed_tokens"):
+        _export(source, tmp_path / "export", torch.nn.ModuleDict({"module": model}), probe)
+    assert not (tmp_path / "export").exists()
+
+
+def test_c94_a_lacking_weight_is_refused(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    model = _trained(source)
+    probe = _probe(model)
+    del model.model.norm.weight
+    with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
+        _export(source, tmp_path / "export", model, probe)
+
+
+def test_c95_tied_weights_are_written_once(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source", tied=True)
+    model = _trained(source)
+    target = _export(source, tmp_path / "export", model)
+    assert "lm_head.weight" not in _keys(target)
+    size = (target / "model.safetensors").stat().st_size
+    wanted = 4 * sum(weight.numel() for weight in model.parameters())
+    # The file's header is about 2 kB, which is 1% of a real model but not of this one.
+    with (target / "model.safetensors").open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+    assert abs(size - header - wanted) <= 0.01 * wanted
+
+
+def test_c100_export_has_the_type_of_the_source(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from dbx_llmtrain.compat import dtype_argument
+
+    source = tiny.model_folder(tmp_path / "source", tied=True)
+    _bf16(source)
+    model = _trained(source)
+    target = _export(source, tmp_path / "export", model)
+    reopened = AutoModelForCausalLM.from_pretrained(target, **dtype_argument("auto"))
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+    masters = dict(model.named_parameters())
+    for name, weight in reopened.named_parameters():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, masters[name].to(torch.bfloat16))
+
+
+def test_type_is_read_from_the_weights_where_the_configuration_is_silent(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source", tied=True)
+    _bf16(source)
+    config = json.loads((source / "config.json").read_text())
+    del config["dtype"]
+    (source / "config.json").write_text(json.dumps(config))
+    assert source_dtype(source) == torch.bfloat16
+    target = _export(source, tmp_path / "export")
+    assert json.loads((target / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_c77_the_cache_is_on_again_in_the_export(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    target = _export(source, tmp_path / "export")
+    before, after = (json.loads((f / "config.json").read_text()) for f in (source, target))
+    assert before == after
+    assert after["use_cache"] is True
+
+
+def test_c97_a_contradicting_generation_config_is_repaired_before_training(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tiny.model_folder(tmp_path / "source", chat_template=None)
+    llama2 = {"bos_token_id": 1, "eos_token_id": 2, "max_length": 4096, "pad_token_id": 0}
+    llama2 |= {"temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    (source / "generation_config.json").write_text(json.dumps(llama2))
+    checked = check_generation_config(source)
+    assert checked.content == llama2 | {"do_sample": True}
+    assert checked.notes == ("do_sample: set to true, because temperature=0.6, top_p=0.9 needs it",)
+    target = _export(source, tmp_path / "export")
+    reopened = AutoModelForCausalLM.from_pretrained(target)
+    assert reopened.generation_config.do_sample is True
+    assert reopened.generation_config.temperature == 0.6
+    reopened.save_pretrained(tmp_path / "again")
+
+
+def test_c97_what_cannot_be_repaired_is_reset_to_its_token_ids(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source", chat_template=None)
+    broken = {"eos_token_id": [2, 4], "num_beams": 1, "num_return_sequences": 4}
+    (source / "generation_config.json").write_text(json.dumps(broken))
+    checked = check_generation_config(source)
+    assert checked.content == {"eos_token_id": [2, 4]}
+    assert "reset to defaults" in checked.notes[0]
+    assert "num_return_sequences" in checked.notes[0]
+
+
+def test_c97_sampling_settings_in_the_model_config_do_not_stop_an_export(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source", chat_template=None)
+    config = json.loads((source / "config.json").read_text()) | {"temperature": 0.7, "top_k": 5}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "generation_config.json").unlink()
+    target = _export(source, tmp_path / "export")
+    assert json.loads((target / "config.json").read_text()) == config
+    assert not (target / "generation_config.json").exists()
+
+
+def test_a_sound_generation_config_is_copied_as_it_is(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source", chat_template=None)
+    text = '{"eos_token_id": 2,   "top_p": 0.9, "do_sample": true, "of_their_own": 1}'
+    (source / "generation_config.json").write_text(text)
+    assert check_generation_config(source).notes == ()
+    target = _export(source, tmp_path / "export")
+    assert (target / "generation_config.json").read_text() == text
+
+
+def test_c98_the_end_of_turn_token_ends_generation(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    turn_end = load_tokenizer(source).convert_tokens_to_ids("<|im_end|>")
+    assert end_of_turn(source) == (turn_end, "<|im_end|>")
+    target = _export(source, tmp_path / "export")
+    exported = json.loads((target / "generation_config.json").read_text())
+    assert exported["eos_token_id"] == [2, turn_end]
+    (source / "generation_config.json").unlink()
+    assert check_generation_config(source).content == {
+        "bos_token_id": 1,
+        "eos_token_id": [2, turn_end],
+    }
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}",
+        "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+        "{{ raise_exception('only for machines') }}",
+        "no answer in here",
+        None,
+    ],
+)
+def test_c98_templates_that_need_no_further_end_token(tmp_path: Path, template: str | None) -> None:
+    source = tiny.model_folder(tmp_path / "source", chat_template=template)
+    assert check_generation_config(source).content is None
+
+
+def test_c99_tokenizer_and_template_are_the_same_after_reload(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    source = tiny.model_folder(tmp_path / "source", chat_template=tiny.CHATML_BOS)
+    target = _export(source, tmp_path / "export")
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (target, source))
+    strings = [f"{word} {number}!\n" for number, word in enumerate("the cat sat on a mat".split())]
+    strings += [chr(0x3B1 + number) * number + " \t" for number in range(14)]
+    assert [ours(text)["input_ids"] for text in strings] == [
+        theirs(text)["input_ids"] for text in strings
+    ]
+    chats = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}]
+        for text in strings[:5]
+    ]
+    assert [ours.apply_chat_template(chat, tokenize=False) for chat in chats] == [
+        theirs.apply_chat_template(chat, tokenize=False) for chat in chats
+    ]
+    assert ours.chat_template == tiny.CHATML_BOS
+    for path in source.glob("tokenizer*"):
+        assert (target / path.name).read_bytes() == path.read_bytes()
+
+
+def test_c99_a_tokenizer_file_that_was_not_copied_is_noticed(tmp_path: Path) -> None:
+    from dbx_llmtrain.worker.export import check_tokenizer
+
+    source = tiny.model_folder(tmp_path / "source")
+    target = _export(source, tmp_path / "export")
+    assert check_tokenizer(target, source) is None
+    other = tiny.tokenizer(chat_template="{{ 'another' }}")
+    other.save_pretrained(target)
+    with pytest.raises(CheckpointError, match="exported tokenizer differs"):
+        check_tokenizer(target, source)
+
+
+def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"the export .* cannot be written"):
+        _export(source, tmp_path / "file" / "export", probe=None)
