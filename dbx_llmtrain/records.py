@@ -135,6 +135,8 @@ class PreparedData(Record):
     eval_rows: int
     sources: dict[str, str]
     """Role (``train``, ``eval``) to the source as the user gave it."""
+    end_tokens: tuple[int, ...] = ()
+    """Ids of the trained tokens that end an answer: generation has to stop at each of them."""
 
 
 class ModelInfo(Record):
@@ -215,6 +217,8 @@ class RankRecord(Record):
     """How one rank ended, in ``logs/rank-NNNNN.json`` of the run folder.
 
     ``time`` is seconds since the epoch on the rank's clock; ``result`` is rank 0's outcome.
+    ``stopped`` marks a rank that was well until it was told to end (another one had failed, or the
+    run was cancelled).
     """
 
     attempt: str
@@ -224,6 +228,7 @@ class RankRecord(Record):
     gpu: str | None = None
     status: Literal["finished", "failed"]
     time: float
+    stopped: bool = False
     step: int | None = None
     exit_code: int | None = None
     error: str = ""

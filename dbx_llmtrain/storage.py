@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dbx_llmtrain.records import FileEntry
 
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
 _BLOCK = 4 * 1024 * 1024
 
 
@@ -124,6 +125,28 @@ def read_manifest(folder: Path) -> dict[str, object] | None:
     return content if whole else None
 
 
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in a run folder: ``checkpoints/step-00000200``."""
+    return run_dir / CHECKPOINTS / f"step-{step:08d}"
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder; ``None`` when there is none.
+
+    A folder without a valid manifest, which is what a killed writer leaves, does not count.
+    """
+    steps = {}
+    try:
+        for path in (run_dir / CHECKPOINTS).iterdir():
+            prefix, _, number = path.name.partition("-")
+            if prefix == "step" and number.isdecimal():
+                steps[int(number)] = path
+    except OSError:
+        return None
+    newest_first = (steps[number] for number in sorted(steps, reverse=True))
+    return next((path for path in newest_first if read_manifest(path) is not None), None)
+
+
 def remove(folder: Path) -> None:
     """Delete a folder and what is in it; nothing happens where there is none."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -138,6 +161,7 @@ class GrowingFile:
         self._every = every
         self._published = 0.0
         self._lock = threading.Lock()
+        self._publishing = threading.Lock()
         local.parent.mkdir(parents=True, exist_ok=True)
         self._file = local.open("ab")
 
@@ -150,8 +174,11 @@ class GrowingFile:
             self.publish()
 
     def publish(self) -> None:
-        """Copy the file as it is now to shared storage. Never raises: a log is not worth a run."""
-        with self._lock:
+        """Copy the file as it is now to shared storage. Never raises: a log is not worth a run.
+
+        Writers of the log go on meanwhile, however slow the storage is.
+        """
+        with self._publishing:
             self._published = time.monotonic()
             temporary = self._shared.with_name(f".{self._shared.name}.{os.getpid()}")
             try:

@@ -1,0 +1,54 @@
+"""A ``.gguf`` file to a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dbx_llmtrain.compat import dtype_argument
+from dbx_llmtrain.errors import ConfigError, Problem
+
+
+def convert(file: Path, target: Path) -> None:
+    """Write config, bf16 weights, tokenizer and chat template of ``file`` to ``target``.
+
+    The weights are dequantised to fp32 and rounded to bf16 once. ``from_pretrained(gguf_file=...)``
+    is not used for them: its models refuse ``save_pretrained``. Raises ``ConfigError`` for a file
+    that transformers cannot read, and where the package gguf is missing.
+    """
+    try:
+        model, tokenizer = _load(file)
+    except ImportError as error:
+        raise _refuse(file, f"needs a package: {error}. pip install gguf") from error
+    except (ValueError, KeyError, OSError, RuntimeError, NotImplementedError) as error:
+        raise _refuse(file, f"cannot be read: {error}") from error
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _load(file: Path) -> tuple[Any, Any]:
+    """The model in bf16 on the CPU, and the tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        shape = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=shape)["tensors"]
+    model = AutoModelForCausalLM.from_config(config, **dtype_argument(torch.bfloat16))
+    found = model.load_state_dict(tensors, strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    missing = set(found.missing_keys) - (tied if config.tie_word_embeddings else set())
+    if missing or found.unexpected_keys:
+        raise ValueError(
+            f"tensors missing: {sorted(missing)[:5]}, unknown: {found.unexpected_keys[:5]}"
+        )
+    return model, tokenizer
+
+
+def _refuse(file: Path, why: str) -> ConfigError:
+    return ConfigError([Problem("model.source", f"{file} {why}")])

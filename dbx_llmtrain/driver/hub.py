@@ -1,0 +1,85 @@
+"""A model of the Hugging Face hub: downloaded once, on the driver, at one commit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.driver.model_files import (
+    INDEX,
+    MORE_TEMPLATES,
+    OTHERS,
+    VOCABULARIES,
+    digest,
+    needed_files,
+    publish,
+    refuse,
+)
+from dbx_llmtrain.errors import ConfigError
+from dbx_llmtrain.records import Artifact
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_PATTERNS = [*OTHERS, *VOCABULARIES, INDEX, "model*.safetensors", f"{MORE_TEMPLATES}/*.jinja"]
+
+
+def fetch(
+    name: str, revision: str | None, cache_dir: Path, work_dir: Path | None
+) -> tuple[Artifact, str]:
+    """The model folder of hub id ``name``, and the commit that ``revision`` stands for.
+
+    A commit that is in ``cache_dir`` is not downloaded again; where ``revision`` is one, the
+    network is not used at all. A private model needs HF_TOKEN in the driver's environment. Raises
+    ``ConfigError`` when the hub cannot be reached or has no such model.
+    """
+    if revision and _COMMIT.fullmatch(revision):
+        commit = revision
+    else:
+        commit = _ask(name, lambda hub: hub.HfApi().model_info(name, revision=revision).sha)
+
+    def download(target: Path) -> None:
+        _ask(
+            name,
+            lambda hub: hub.snapshot_download(
+                name, revision=commit, local_dir=target, allow_patterns=_PATTERNS
+            ),
+        )
+        storage.remove(target / ".cache")
+        needed_files(target, name)
+
+    return publish(cache_dir, digest("hub", name, commit), work_dir, download), commit
+
+
+def _ask(name: str, question: Any) -> Any:
+    """``question(huggingface_hub)``, with every failure as one ``ConfigError``."""
+    import huggingface_hub
+
+    try:
+        return question(huggingface_hub)
+    except ConfigError:
+        raise
+    except Exception as error:
+        # The hub's client raises its own errors, those of the HTTP library that it happens to use,
+        # and those of the file system; they have no common base.
+        raise _explain(name, error) from error
+
+
+def _explain(name: str, error: Exception) -> ConfigError:
+    kind = type(error).__name__
+    if kind == "GatedRepoError":
+        advice = "accept its licence on the hub, and set HF_TOKEN in the driver's environment"
+    elif kind == "RepositoryNotFoundError":
+        advice = "check the name; a private model needs HF_TOKEN in the driver's environment"
+    elif kind == "RevisionNotFoundError":
+        return refuse(f"{name} has no such revision on the hub", "model.revision")
+    else:
+        advice = (
+            "check that the driver can reach the hub, or download the model elsewhere, put its "
+            "folder on /Volumes and give that path"
+        )
+    first_line = (str(error).strip() or kind).splitlines()[0]
+    return refuse(
+        f"no folder {name}, and the Hugging Face hub did not give it ({kind}: {first_line}): "
+        f"{advice}"
+    )

@@ -1,0 +1,57 @@
+"""The model and the data on every node's own disk, before a rank needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dbx_llmtrain.driver import cluster
+from dbx_llmtrain.errors import StagingError
+from dbx_llmtrain.records import Artifact, RunPlan
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_TARGET = "dbx_llmtrain.worker.node:stage_all"
+_LEAST_BYTES_PER_SECOND = 20e6
+_LEAST_S = 300.0
+
+
+def stage_everywhere(spark: SparkSession, plan: RunPlan) -> dict[str, dict[str, str]]:
+    """Stage the model and the data of a plan; see ``stage_artifacts``."""
+    artifacts = (plan.model.artifact, plan.data.artifact)
+    return stage_artifacts(spark, artifacts, local_mode=plan.local_mode, local_dir=plan.local_dir)
+
+
+def stage_artifacts(
+    spark: SparkSession,
+    artifacts: Sequence[Artifact],
+    *,
+    local_mode: bool,
+    local_dir: str | None,
+    timeout_s: float | None = None,
+) -> dict[str, dict[str, str]]:
+    """Copy the artifacts once to every node that will have ranks.
+
+    In local mode that is the driver's machine alone. Returns, by node, each fingerprint's folder.
+    ``timeout_s`` defaults to what the size takes at 20 MB/s. Raises ``StagingError`` that names
+    every node that failed or did not answer, with the cause.
+    """
+    args = ([artifact.model_dump(mode="json") for artifact in artifacts], local_dir)
+    if local_mode:
+        outcomes = cluster.run_here(_TARGET, args)
+    else:
+        size = sum(artifact.size for artifact in artifacts)
+        limit = timeout_s or _LEAST_S + size / _LEAST_BYTES_PER_SECOND
+        outcomes = cluster.run_on_nodes(spark, _TARGET, args, timeout_s=limit)
+    failed = {
+        outcome.node: _cause(outcome) for outcome in outcomes.values() if outcome.status != "ok"
+    }
+    if failed:
+        what = " and ".join(artifact.source for artifact in artifacts)
+        raise StagingError(what, failed)
+    return {name: outcome.value for name, outcome in outcomes.items()}
+
+
+def _cause(outcome: cluster.Outcome) -> str:
+    return f"{outcome.error}\n{outcome.traceback}".strip()
