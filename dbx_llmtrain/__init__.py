@@ -1,0 +1,87 @@
+"""Fine-tune and pre-train Hugging Face language models on every GPU of a Spark cluster.
+
+::
+
+    import dbx_llmtrain as llm
+
+    cfg = llm.TrainConfig.from_yaml("config.yaml")
+    llm.probe()               # every node: GPUs, disk, memory, versions
+    llm.plan(cfg)             # what will run and why
+    result = llm.train(cfg)
+
+Names are imported when they are first used, so importing the package costs nothing and changes
+nothing. Warnings go to the logger ``dbx_llmtrain``; where no logging is set up, Python prints them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dbx_llmtrain.api import plan, probe, train
+    from dbx_llmtrain.config import TrainConfig
+    from dbx_llmtrain.errors import (
+        CheckpointError,
+        ClusterError,
+        ConfigError,
+        DataError,
+        LlmTrainError,
+        StagingError,
+        SubmitError,
+        TrainingFailed,
+    )
+    from dbx_llmtrain.records import Audit, ClusterReport, RunPlan, TrainResult
+
+    __version__: str
+
+__all__ = [
+    "Audit",
+    "CheckpointError",
+    "ClusterError",
+    "ClusterReport",
+    "ConfigError",
+    "DataError",
+    "LlmTrainError",
+    "RunPlan",
+    "StagingError",
+    "SubmitError",
+    "TrainConfig",
+    "TrainResult",
+    "TrainingFailed",
+    "__version__",
+    "plan",
+    "probe",
+    "train",
+]
+
+_HOMES = {
+    "api": ("plan", "probe", "train"),
+    "config": ("TrainConfig",),
+    "errors": (
+        "CheckpointError",
+        "ClusterError",
+        "ConfigError",
+        "DataError",
+        "LlmTrainError",
+        "StagingError",
+        "SubmitError",
+        "TrainingFailed",
+    ),
+    "records": ("Audit", "ClusterReport", "RunPlan", "TrainResult"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dbx_llmtrain")
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"dbx_llmtrain.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

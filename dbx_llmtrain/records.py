@@ -14,9 +14,11 @@ from dbx_llmtrain.config import TrainConfig
 
 
 class Record(BaseModel):
-    """Base of the records."""
+    """Base of the records. A loss that is not a number stays one in JSON, and is not ``null``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants"
+    )
 
 
 class GpuInfo(Record):

@@ -42,7 +42,7 @@ from dbx_llmtrain.tracking_store import (
     experiment_id,
     impatient,
     on_databricks,
-    quiet,
+    opening,
     reachable_from_workers,
     store_uri,
 )
@@ -105,7 +105,7 @@ def open_run(cfg: TrainConfig, run_name: str, default_store: Path) -> DriverRun 
         parent = mlflow.active_run()
         uri = store_uri(default_store, has_parent=parent is not None)
         secrets = {**worker_secrets(os.environ), **uri_credentials(uri)}
-        with quiet(uri):
+        with opening(uri):
             client = mlflow.MlflowClient(tracking_uri=uri)
         experiment = experiment_id(client, cfg.tracking.experiment, parent, default_store)
         tags = {**context_tags(), **cfg.tracking.tags}
@@ -132,6 +132,7 @@ class DriverRun:
         self._secrets = dict(secrets)
         self._run = Run(uri, plan.run_id if plan else None)
         self._sender = Sender(self._run, self._secrets)
+        self._keep_checkpoint = False
 
     def plan(self) -> TrackingPlan | None:
         """What a rank needs to know of this run, no credentials; ``None``: nothing is logged."""
@@ -143,6 +144,7 @@ class DriverRun:
 
     def log_start(self, plan: RunPlan) -> None:
         """All that is known before the launch: configuration, plan, data sources, audit."""
+        self._keep_checkpoint = plan.config.tracking.log_checkpoints
         self.log_config(plan)
         self.log_inputs(plan.data)
         self.log_audit(plan.data.audit)
@@ -187,7 +189,10 @@ class DriverRun:
             self._sender.flush()
 
     def log_result(self, result: TrainResult) -> None:
-        """The final metrics, where the run's files are, and ``result.json``."""
+        """The final metrics, where the run's files are, and ``result.json``.
+
+        With ``tracking.log_checkpoints`` also the last checkpoint's files.
+        """
         now = int(time.time() * 1000)
         for name, value in result.metrics.items():
             self._sender.add_metric(name, value, now, result.steps)
@@ -195,10 +200,7 @@ class DriverRun:
         self._sender.add_tag("dbx_llmtrain.model_path", result.model_path)
         self._sender.flush()
         self._log_text("result.json", result.model_dump_json(indent=1))
-
-    def log_checkpoint(self, result: TrainResult) -> None:
-        """Copy the last checkpoint's files to the run (``tracking.log_checkpoints``)."""
-        if result.checkpoint:
+        if self._keep_checkpoint and result.checkpoint:
             self.log_artifacts(Path(result.checkpoint), "checkpoint")
 
     def log_artifacts(self, path: Path, artifact_path: str | None = None) -> None:

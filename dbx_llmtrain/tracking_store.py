@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +49,8 @@ _TRANSIENT = {
     "DEADLINE_EXCEEDED",
     "CANCELLED",
 }
+# Faults of what was given, not of the store.
+_OURS = (FileNotFoundError, NotADirectoryError, PermissionError, ImportError, TypeError, ValueError)
 _lock = threading.RLock()
 
 
@@ -94,15 +97,29 @@ def impatient(timeout: str = _IMPATIENCE["MLFLOW_HTTP_REQUEST_TIMEOUT"]) -> Iter
 
 
 @contextmanager
-def quiet(uri: str) -> Iterator[None]:
-    """A new SQLite file costs MLflow sixty lines about its tables; nobody needs them."""
-    before = logging.root.manager.disable
-    if uri.startswith("sqlite:"):
+def opening(uri: str) -> Iterator[None]:
+    """Around the first use of a store.
+
+    A SQLite file that cannot be written costs MLflow 2 more than a minute of retries, so it is
+    tried first. A new one costs sixty lines of log about its tables, and MLflow 2 replaces the
+    handlers of the root logger on the way: they are put back.
+    """
+    before, level, handlers = (
+        logging.root.manager.disable,
+        logging.root.level,
+        logging.root.handlers,
+    )
+    kept = list(handlers)
+    if uri.startswith("sqlite:///"):
+        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=5)) as database:
+            database.execute("BEGIN IMMEDIATE")
         logging.disable(max(before, logging.INFO))
     try:
         yield
     finally:
         logging.disable(before)
+        logging.root.setLevel(level)
+        logging.root.handlers[:] = kept
 
 
 class Run:
@@ -142,7 +159,8 @@ class Run:
             call(mlflow.MlflowClient(tracking_uri=self._uri))
         if guard.error is None:
             return "done"
-        if getattr(guard.error, "error_code", "INTERNAL_ERROR") not in _TRANSIENT:
+        code = getattr(guard.error, "error_code", "INTERNAL_ERROR")
+        if code not in _TRANSIENT or isinstance(guard.error, _OURS):
             return "refused"
         self._down_until = self._clock() + _COOL_OFF
         return "down"

@@ -125,6 +125,10 @@ class SparkJob:
         """The action's result; its exception is raised. Only after it has ended."""
         return self._future.result(timeout=0)
 
+    def error(self) -> BaseException | None:
+        """The action's exception, if any. Only after it has ended."""
+        return self._future.exception(timeout=0)
+
     def active_tasks(self) -> int:
         """Tasks of this action that run at the moment."""
         tracker = self._sc.statusTracker()

@@ -114,7 +114,7 @@ def _csv(file: Path) -> Iterator[Located]:
                     )
                 yield dict(row), where
         except csv.Error as error:
-            raise DataError(f"{file}, line {reader.line_num}: {error}") from error
+            raise DataError(f"{file}, after line {reader.line_num}: {error}") from error
 
 
 def _parquet(file: Path) -> Iterator[Located]:

@@ -22,6 +22,7 @@ from dbx_llmtrain import storage
 from dbx_llmtrain.compat import dtype_argument
 from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.generation import GENERATION_FILE, Generation, sampling_keys
+from dbx_llmtrain.worker.loss import inference
 from dbx_llmtrain.worker.model import check_loading, load_tokenizer, named_weights
 from dbx_llmtrain.worker.world import World
 
@@ -41,43 +42,52 @@ _SAMPLES = (
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A batch for the comparison and the running model's answer to it: (1, L) and (1, L, V)."""
+class Collected:
+    """What rank 0 needs for an export: every tensor in the type of the export, and a batch (1, L)
+    with the running model's logits for it (1, L, V), in the type it computes in."""
 
+    weights: dict[str, Tensor]
     input_ids: Tensor
     logits: Tensor
 
 
-def export(
-    target: Path,
-    *,
-    model: nn.Module,
-    probe: Probe,
-    source: Path,
-    generation: Generation,
-    world: World,
-    scratch: Path,
-) -> Path | None:
-    """Write the model to ``target`` on shared storage; all ranks call it.
+def collect(root: nn.Module, model: nn.Module, source: Path, world: World) -> Collected | None:
+    """Bring the whole model to rank 0; all ranks call it. ``None`` on the others.
 
-    Rank 0 alone ever holds the whole model, in the type of the source's weights; the others return
-    ``None`` once they have sent their shards. Raises ``CheckpointError`` when what was written does
-    not load completely, holds other tensors, or gives other logits than ``probe``; nothing is left
-    at ``target`` then.
+    ``root`` is what the strategy wrapped around ``model``. Afterwards no rank needs another, so the
+    files can be written without anyone waiting in a collective.
     """
-    dtype = source_dtype(source)
-    weights = gather(model, dtype, world)
-    if world.rank != 0:
-        return None
-    scratch.mkdir(parents=True, exist_ok=True)
+    input_ids = _reference_batch(model).to(world.device)
+    with inference(root):
+        logits: Tensor = root(input_ids=input_ids, logits=True)
+    weights = gather(model, source_dtype(source), world)
+    return Collected(weights, input_ids, logits) if world.rank == 0 else None
+
+
+def _reference_batch(model: Any) -> Tensor:
+    """Ids from all over the vocabulary, the same in every run."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    return (torch.arange(1, 17) * 7919 % vocabulary)[None, :]
+
+
+def write_export(
+    target: Path, *, collected: Collected, source: Path, generation: Generation, scratch: Path
+) -> Path:
+    """Write the model to ``target`` on shared storage; rank 0 alone calls it.
+
+    Raises ``CheckpointError`` when what was written does not load completely, holds other tensors,
+    or gives other logits than the running model did; ``target`` is not touched then.
+    """
+    weights = collected.weights
     try:
+        scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as name:
             folder = Path(name)
-            write_weights(folder, source, weights, dtype)
-            write_config(folder, source, dtype)
+            write_weights(folder, source, weights)
+            write_config(folder, source)
             copy_tokenizer(source, folder)
             write_generation(folder, source, generation)
-            check_model(folder, weights, probe)
+            check_model(folder, collected)
             check_tokenizer(folder, source)
             storage.remove(target)
             files = storage.publish_folder(folder, target)
@@ -120,9 +130,7 @@ def source_dtype(source: Path) -> torch.dtype:
     return torch.float32
 
 
-def write_weights(
-    folder: Path, source: Path, weights: dict[str, Tensor], dtype: torch.dtype
-) -> None:
+def write_weights(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
     """Safetensors files of at most ``MAX_SHARD``, under the names that the architecture publishes.
 
     transformers itself writes them, from a model without storage: it knows how names and layouts in
@@ -135,16 +143,19 @@ def write_weights(
     storage.write_text(folder / "config.json", json.dumps(kept))
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder, local_files_only=True), **dtype_argument(dtype)
+            AutoConfig.from_pretrained(folder, local_files_only=True),
+            **dtype_argument(source_dtype(source)),
         )
     skeleton.save_pretrained(folder, state_dict=dict(weights), max_shard_size=MAX_SHARD)
     (folder / GENERATION_FILE).unlink(missing_ok=True)
 
 
-def write_config(folder: Path, source: Path, dtype: torch.dtype) -> None:
+def write_config(folder: Path, source: Path) -> None:
     """The source's ``config.json`` with the type of the weights in it, under the key it uses."""
     config = _read_json(source / "config.json")
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(
+        source_dtype(source)
+    ).removeprefix("torch.")
     storage.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -167,7 +178,7 @@ def write_generation(folder: Path, source: Path, generation: Generation) -> None
         shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
 
 
-def check_model(folder: Path, weights: dict[str, Tensor], probe: Probe) -> None:
+def check_model(folder: Path, collected: Collected) -> None:
     """Re-open the folder as anyone would: no key too few or too many, the same tensors bit by bit,
     and logits that differ from the running model's by no more than the types round."""
     from transformers import AutoModelForCausalLM
@@ -178,7 +189,7 @@ def check_model(folder: Path, weights: dict[str, Tensor], probe: Probe) -> None:
             folder, local_files_only=True, output_loading_info=True, **dtype_argument("auto")
         )
     check_loading(folder, report, strict=True)
-    found = dict(named_weights(reopened))
+    found, weights = dict(named_weights(reopened)), collected.weights
     differing = [
         name
         for name, tensor in weights.items()
@@ -188,7 +199,7 @@ def check_model(folder: Path, weights: dict[str, Tensor], probe: Probe) -> None:
         names = ", ".join(sorted({*differing, *(found.keys() - weights.keys())})[:8])
         raise CheckpointError(f"the export does not hold the trained weights: {names} differ")
     rounding = {tensor.dtype for tensor in weights.values()} - {torch.float32}
-    _check_logits(reopened.float().eval(), probe, exact=not rounding)
+    _check_logits(reopened.float().eval(), collected, exact=not rounding)
 
 
 def _same(found: Tensor, trained: Tensor) -> bool:
@@ -201,16 +212,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _check_logits(reopened: nn.Module, probe: Probe, *, exact: bool) -> None:
+def _check_logits(reopened: nn.Module, collected: Collected, *, exact: bool) -> None:
     """Relative error (L2) of all logits. 1e-5 is fp32 on one kind of device, 1e-4 between two, 0.1
     the rounding of bf16 weights or sums over dozens of layers; another model is off by 1 or more.
     """
     with torch.no_grad():
-        ours = reopened(input_ids=probe.input_ids.cpu(), use_cache=False).logits.float()
-    theirs = probe.logits.float().cpu()
+        ours = reopened(input_ids=collected.input_ids.cpu(), use_cache=False).logits.float()
+    theirs = collected.logits.float().cpu()
     error = float(torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs))
-    exact = exact and probe.logits.dtype == torch.float32
-    limit = 0.1 if not exact else 1e-5 if probe.logits.device.type == "cpu" else 1e-4
+    exact = exact and collected.logits.dtype == torch.float32
+    limit = 0.1 if not exact else 1e-5 if collected.logits.device.type == "cpu" else 1e-4
     if not error <= limit:
         raise CheckpointError(
             f"the export's logits are {error:.1e} off the running model's (limit {limit:.0e}), "

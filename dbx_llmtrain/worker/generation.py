@@ -1,8 +1,8 @@
 """The generation configuration of the export, settled before the first step.
 
-transformers refuses to save a configuration that contradicts itself, and a model whose end-of-turn
-token is not among its end tokens never stops. Both show after the training is paid for, unless they
-are looked for before.
+transformers refuses to save a configuration that contradicts itself, and a model that was taught to
+end its answers with a token that is not among its end tokens never stops. Both show after the
+training is paid for, unless they are looked for before.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ class Generation:
     notes: tuple[str, ...]
 
 
-def check_generation_config(folder: Path) -> Generation:
+def check_generation_config(folder: Path, end_tokens: Sequence[int] = ()) -> Generation:
     """Read a model folder's generation configuration and repair what would not save or not stop.
 
     A contradiction between sampling settings and ``do_sample`` is taken as the wish to sample; what
-    is still invalid loses everything but its token ids. The token with which the chat template ends
-    an assistant's turn joins ``eos_token_id``.
+    is still invalid loses everything but its token ids. ``end_tokens``, with which the trained
+    answers end, join ``eos_token_id``.
     """
     path = folder / GENERATION_FILE
     content: dict[str, Any] = {}
@@ -46,42 +47,14 @@ def check_generation_config(folder: Path) -> Generation:
         notes += [note] if note else []
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     ids = {key: content.get(key, config.get(key)) for key in _TOKEN_IDS}
-    end_tokens = _as_list(ids["eos_token_id"])
-    turn_end = end_of_turn(folder)
-    if turn_end is not None and turn_end[0] not in end_tokens:
+    known = _as_list(ids["eos_token_id"])
+    added = [token for token in end_tokens if token not in known]
+    if added:
         present = {key: value for key, value in ids.items() if value is not None}
-        content = present | content | {"eos_token_id": [*end_tokens, turn_end[0]]}
-        notes.append(
-            f"eos_token_id: added {turn_end[0]} ({turn_end[1]}), with which the chat template ends "
-            "an answer"
-        )
+        content = present | content | {"eos_token_id": [*known, *added]}
+        ends = ", ".join(map(str, added))
+        notes.append(f"eos_token_id: added {ends}, with which the answers in the data end")
     return Generation(content if notes else None, tuple(notes))
-
-
-def end_of_turn(folder: Path) -> tuple[int, str] | None:
-    """Id and text of the first special token that the chat template writes after an answer.
-
-    ``None`` without a template, or where it writes none (or refuses a plain question and answer).
-    """
-    from jinja2.exceptions import TemplateError
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not tokenizer.chat_template:
-        return None
-    answer = "forty-two"
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (TemplateError, ValueError, TypeError):
-        return None
-    _, found, rest = text.rpartition(answer)
-    if not found:
-        return None
-    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    first = next((token for token in ids if token in special), None)
-    return None if first is None else (first, tokenizer.convert_ids_to_tokens(first))
 
 
 def sampling_keys() -> frozenset[str]:

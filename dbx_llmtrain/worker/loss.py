@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dbx_llmtrain.errors import ConfigError, Problem
 from dbx_llmtrain.worker.data import IGNORED, Batch, collate
 from dbx_llmtrain.worker.masks import FULL, SLIDING, attention_window, block_mask
 
@@ -153,21 +152,10 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         parameters = inspect.signature(self.decoder.forward).parameters
         return "position_ids" in parameters
 
-    def check_length(self, length: int) -> None:
-        """Raise ``ConfigError`` when rows of ``length`` tokens need a mask that cannot be given."""
+    def masks_reach(self, length: int) -> bool:
+        """Whether a mask of ours can say who sees whom in rows of ``length`` tokens."""
         window = self._window
-        if window and window.layers == "unknown" and length > window.tokens and not self.padded:
-            raise ConfigError(
-                [
-                    Problem(
-                        "data.max_length",
-                        f"{length} is longer than the attention window of {window.tokens} tokens "
-                        f"of this {self.model.config.model_type} model, and this version of "
-                        "transformers takes no mask for each kind of its layers: use at most "
-                        f"{window.tokens}, or transformers 4.53 or later",
-                    )
-                ]
-            )
+        return window is None or length <= window.tokens or window.layers != "unknown"
 
     def forward(
         self,
@@ -225,7 +213,12 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         window = self._window
         if window is None or length <= window.tokens:
             return block_mask(segment_ids, dtype)
-        self.check_length(length)
+        if window.layers == "unknown":
+            raise ValueError(
+                f"a row of {length} tokens is longer than the attention window of "
+                f"{window.tokens}, and this version of transformers takes no mask for each kind "
+                f"of layer of {self.model.config.model_type}: only padded rows are right"
+            )
         near = block_mask(segment_ids, dtype, window.tokens)
         if window.layers == "all":
             return near
@@ -277,9 +270,9 @@ def probe(root: nn.Module, module: LossModule, *, device: str, max_length: int) 
 
     Every rank calls it (``root`` is the wrapped ``module``) and all come to the same result. Where
     the model's logits are not plainly ``head(hidden)`` (scaling, soft-cap), ``own_logits`` is
-    switched on; where documents of a row influence each other, ``padded``. Raises ``ConfigError``
-    for rows that are longer than a window that no mask can express, ``RuntimeError`` for a model
-    whose logits are not finite.
+    switched on; where documents of a row influence each other, or rows of ``max_length`` tokens
+    need a mask that cannot be given, ``padded``. Raises ``RuntimeError`` for a model whose logits
+    are not finite.
     """
     module.own_logits = module.padded = False
     draw = np.random.default_rng(0)
@@ -289,12 +282,13 @@ def probe(root: nn.Module, module: LossModule, *, device: str, max_length: int) 
     with inference(root):
         separate = _separate_logits(root, documents, device)
         exact = separate.dtype == torch.float32
-        packing, refusal = _packing_difference(root, module, separate, documents, other, device)
+        packing, refusal = float("inf"), "no mask can express this model's attention windows"
+        if module.masks_reach(max_length):
+            packing, refusal = _packing_difference(root, module, separate, documents, other, device)
         packing = _worst(packing, device)
         module.padded = not packing <= (1e-4 if exact else 0.1)
         loss = _worst(_loss_difference(root, module, documents, device), device)
         module.own_logits = not loss <= (1e-5 if exact else 2e-2)
-    module.check_length(max_length)
     reasons = []
     if module.padded:
         cause = refusal or f"packed documents differ from separate ones by {packing:.1e}"

@@ -20,7 +20,8 @@ def load_model(folder: Path, *, attention: str) -> nn.Module:
     """The causal language model of a Hugging Face folder, on the CPU, ready to be trained.
 
     Weights are fp32 whatever the folder holds: AdamW's updates of a bf16 weight are mostly rounded
-    away. No cache, because a cache switches the mask of packed rows off.
+    away. No cache, because a cache switches the mask of packed rows off. ``attention`` is ``sdpa``,
+    ``eager``, or ``auto``: ``sdpa`` where the model has it.
 
     Raises ``CheckpointError`` when a weight is missing (it would be random) or has another shape,
     and when the model does not run with the ``attention`` that the plan asks for.
@@ -32,14 +33,14 @@ def load_model(folder: Path, *, attention: str) -> nn.Module:
         warnings.filterwarnings("ignore", message=".*do_sample")
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
-            attn_implementation=attention,
+            attn_implementation=None if attention == "auto" else attention,
             local_files_only=True,
             output_loading_info=True,
             **dtype_argument(torch.float32),
         )
     check_loading(folder, report, strict=False)
-    used = getattr(model.config, "_attn_implementation", attention)
-    if used != attention:
+    used = attention_of(model)
+    if attention not in ("auto", used):
         raise CheckpointError(
             f"{folder} runs with {used} attention, the plan says {attention}: set model.attention"
         )
@@ -49,6 +50,11 @@ def load_model(folder: Path, *, attention: str) -> nn.Module:
         if weight.dtype != torch.float32:
             raise CheckpointError(f"{folder}: {name} was loaded as {weight.dtype}, not as float32")
     return model
+
+
+def attention_of(model: Any) -> str:
+    """The attention implementation that a model runs."""
+    return str(model.config._attn_implementation)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -245,11 +245,13 @@ def test_secrets_are_never_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_are_copied_when_asked(tmp_path: Path) -> None:
-    run = tracking.open_run(sample.config(), "first", tmp_path)
     folder = tmp_path / "first" / "checkpoints" / "step-00000003"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
-    run.log_checkpoint(sample.result(tmp_path / "first"))
+    cfg = sample.config(tracking={"log_checkpoints": True})
+    run = tracking.open_run(cfg, "first", tmp_path)
+    run.log_start(sample.run_plan(tmp_path / "first", config=cfg))
+    run.log_result(sample.result(tmp_path / "first"))
     run.log_artifacts(folder / "manifest.json")
     assert artifacts(run, "checkpoint") == {"checkpoint/manifest.json"}
     assert "manifest.json" in artifacts(run)
@@ -348,11 +350,10 @@ def test_a_server_that_dies_costs_a_warning_per_kind(
         assert len(history(run, "loss")) == 49
 
 
-def test_metrics_wait_while_the_store_rests(tmp_path: Path) -> None:
+def test_metrics_wait_while_the_store_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     now = [0.0]
-    broken = tmp_path / "not-a-folder"
-    broken.write_text("")
-    run = tracking_store.Run(f"sqlite:///{broken}/mlflow.db", "r", clock=lambda: now[0])
+    run = tracking_store.Run(f"http://127.0.0.1:{free_port()}", "r", clock=lambda: now[0])
     sender = tracking_store.Sender(run, {})
     sender.add(sample.event(loss=1.0))
     assert not sender.flush()
@@ -361,6 +362,25 @@ def test_metrics_wait_while_the_store_rests(tmp_path: Path) -> None:
     now[0] = 31.0
     assert not run.resting()
     assert not sender.empty()
+
+
+def test_a_store_that_cannot_be_written_costs_no_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mlflow.db").mkdir()
+    start = time.monotonic()
+    assert tracking.open_run(sample.config(), "first", tmp_path) is None
+    (tmp_path / "file").write_text("")
+    assert tracking.open_run(sample.config(), "first", tmp_path / "file") is None
+    assert time.monotonic() - start < 10
+    assert len(warnings_of(caplog)) == 2
+
+
+def test_a_new_store_leaves_the_users_logging_alone(tmp_path: Path) -> None:
+    before = list(logging.root.handlers), logging.root.level, logging.root.manager.disable
+    assert tracking.open_run(sample.config(), "first", tmp_path) is not None
+    after = list(logging.root.handlers), logging.root.level, logging.root.manager.disable
+    assert after == before
 
 
 def test_a_full_queue_loses_events_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
@@ -30,10 +31,11 @@ class DDP:
     def wrap(self, module: LossModule) -> nn.Module:
         """Rank 0's weights are sent to the others when the module is wrapped."""
         module.autocast = torch.bfloat16 if self._precision == "bf16" else None
+        # Buffers (rotary frequencies) never change. The option has a new name since torch 2.13.
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         root: nn.Module = DistributedDataParallel(
-            module.to(self._device),
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
+            module.to(self._device), gradient_as_bucket_view=True, **{buffers: False}
         )
         return root
 

@@ -1,0 +1,267 @@
+"""What a cluster, a plan and a result look like in a terminal and in a notebook. Pure.
+
+A page is a title with parts: sentences, and tables whose last column may be long. The same page
+becomes ASCII text or escaped HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dbx_llmtrain.records import Audit, ClusterReport, GpuInfo, NodeReport, RunPlan, TrainResult
+
+_WIDTH = 100
+_FIRST_METRICS = ("initial_eval_loss", "eval_loss", "train_loss", "tokens_per_second")
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text cells. ``headers`` may be empty: then the first column names the row."""
+
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A title, and sentences and tables in order."""
+
+    title: str
+    parts: tuple[str | Table, ...]
+
+
+def cluster_text(report: ClusterReport) -> str:
+    """The cluster as ASCII text."""
+    return _text(_cluster(report))
+
+
+def cluster_html(report: ClusterReport) -> str:
+    """The cluster as HTML."""
+    return _html(_cluster(report))
+
+
+def plan_text(plan: RunPlan) -> str:
+    """The plan as ASCII text."""
+    return _text(_plan(plan))
+
+
+def plan_html(plan: RunPlan) -> str:
+    """The plan as HTML."""
+    return _html(_plan(plan))
+
+
+def result_text(result: TrainResult) -> str:
+    """The result as ASCII text."""
+    return _text(_result(result))
+
+
+def result_html(result: TrainResult) -> str:
+    """The result as HTML."""
+    return _html(_result(result))
+
+
+def size(count: float) -> str:
+    """Bytes in a readable unit: ``1.5 GiB``."""
+    value, unit = float(count), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, bigger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def number(value: object) -> str:
+    """A number for people: thousands separated, six digits of a fraction; anything else as is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.6g}"
+
+
+def _cluster(report: ClusterReport) -> Page:
+    nodes = report.nodes or (report.driver,)
+    gpus = sum(len(node.gpus) for node in nodes)
+    slots = f"{_many(report.slots, 'task')} at once"
+    if report.task_gpus is not None:
+        slots += f", {report.task_gpus} GPU each"
+    place = "no executors: ranks run on the driver's machine" if report.local else slots
+    summary = (
+        f"Spark {report.spark_version}, {_many(len(nodes), 'node')}, {_many(gpus, 'GPU')}, {place}"
+    )
+    listed = [node for node in (report.driver, *report.nodes) if node]
+    rows = tuple(_node_row(node, i == 0) for i, node in enumerate(listed))
+    parts: list[str | Table] = [
+        summary,
+        Table(("node", "CPUs", "memory free", "disk free", "local folder", "GPUs"), rows),
+    ]
+    gpu_rows = tuple(_gpu_row(node, gpu) for node in listed for gpu in node.gpus)
+    if gpu_rows:
+        parts.append(
+            Table(
+                ("node", "GPU", "name", "memory used", "driver", "uuid"),
+                tuple(dict.fromkeys(gpu_rows)),
+            )
+        )
+    parts += _packages(listed)
+    parts += [f"{node.node}: {node.problem}" for node in listed if node.problem]
+    if report.missing:
+        parts.append(f"Did not answer in time: {', '.join(report.missing)}")
+    return Page(f"Cluster {report.master}", tuple(parts))
+
+
+def _node_row(node: NodeReport, is_driver: bool) -> tuple[str, ...]:
+    names = list(dict.fromkeys(gpu.name for gpu in node.gpus))
+    gpus = f"{len(node.gpus)} x {' / '.join(names)}" if node.gpus else "none"
+    return (
+        f"{node.node} (driver)" if is_driver else node.node,
+        str(node.cpus),
+        f"{size(node.memory_available)} of {size(node.memory_total)}",
+        size(node.disk_free),
+        node.local_dir,
+        gpus,
+    )
+
+
+def _gpu_row(node: NodeReport, gpu: GpuInfo) -> tuple[str, ...]:
+    memory = f"{size(gpu.memory_used)} of {size(gpu.memory_total)}"
+    return (node.node, str(gpu.index), gpu.name, memory, gpu.driver, gpu.uuid)
+
+
+def _packages(nodes: Sequence[NodeReport]) -> list[str | Table]:
+    """One sentence where all nodes have the same versions, else what differs, as a table."""
+    found = [{"python": node.python, **node.packages} for node in nodes]
+    names = list(dict.fromkeys(name for packages in found for name in packages))
+    same = [name for name in names if len({packages.get(name) for packages in found}) == 1]
+    parts: list[str | Table] = []
+    if same:
+        versions = ", ".join(f"{name} {found[0][name]}" for name in same)
+        parts.append(f"On every node: {versions}")
+    different = tuple(name for name in names if name not in same)
+    if different:
+        rows = tuple(
+            (node.node, *(packages.get(name, "none") for name in different))
+            for node, packages in zip(nodes, found, strict=True)
+        )
+        parts += ["Versions differ:", Table(("node", *different), rows)]
+    return parts
+
+
+def _plan(plan: RunPlan) -> Page:
+    model, data = plan.model, plan.data
+    size_of_model = number(model.parameters) if model.parameters else "unknown"
+    batch = (
+        f"{number(plan.global_batch_size)} examples = {_many(plan.world_size, 'rank')} x "
+        f"{plan.micro_batch_size} a micro-batch, up to {_many(plan.accumulation, 'micro-batch')} "
+        "on a rank"
+    )
+    steps = (
+        f"{number(plan.total_steps)}, of them {number(plan.warmup_steps)} warm-up; "
+        f"{number(plan.steps_per_epoch)} an epoch"
+    )
+    device = "GPU" if plan.use_gpu else "CPU"
+    place = "the driver's machine" if plan.local_mode else "Spark executors"
+    facts: list[tuple[str, ...]] = [
+        ("model", f"{model.source} ({model.model_type}, {size_of_model} parameters)"),
+        ("data", f"{number(plan.examples)} examples of {_sources(data.sources)}, {data.format}"),
+        ("ranks", f"{plan.world_size} on {place}, {device}, {plan.strategy}, {plan.precision}"),
+        ("step", batch),
+        ("steps", steps),
+        ("run folder", plan.run_dir),
+    ]
+    if plan.resume_from:
+        facts.append(("resumes from", plan.resume_from))
+    decisions = tuple((item.name, number(item.value), item.reason) for item in plan.decisions)
+    parts: list[str | Table] = [Table((), tuple(facts))]
+    if decisions:
+        parts.append(Table(("decided", "value", "because"), decisions))
+    parts.append(Table((), _audit_rows(data.audit)))
+    return Page(f"Plan of {plan.run_name}", tuple(parts))
+
+
+def _result(result: TrainResult) -> Page:
+    names = [name for name in _FIRST_METRICS if name in result.metrics]
+    names += sorted(set(result.metrics) - set(names))
+    metrics = tuple((name, _metric(name, result.metrics[name])) for name in names)
+    facts = [
+        ("run folder", result.run_dir),
+        ("checkpoint", result.checkpoint),
+        ("model", result.model_path),
+        ("MLflow run", result.run_id),
+    ]
+    files = tuple((name, value) for name, value in facts if value)
+    done = f"{_many(result.steps, 'step')} done"
+    if result.restarts:
+        done += f", restarted {len(result.restarts)} times: {'; '.join(result.restarts)}"
+    title = f"Result of {result.run_name}"
+    audit = Table((), _audit_rows(result.audit))
+    return Page(title, (done, Table((), metrics), audit, Table((), files)))
+
+
+def _metric(name: str, value: float) -> str:
+    return size(value) if name.endswith("_bytes") else number(value)
+
+
+def _audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
+    dropped = ", ".join(f"{number(rows)} {reason}" for reason, rows in audit.dropped.items())
+    packs = f"{number(audit.packs)}, {audit.packing_efficiency:.0%} filled"
+    return (
+        ("rows read", number(audit.read_rows)),
+        ("rows trained", number(audit.train_rows)),
+        ("rows held out", number(audit.eval_rows)),
+        ("rows dropped", dropped or "0"),
+        ("rows truncated", number(audit.truncated_rows)),
+        ("tokens", f"{number(audit.tokens)}, of them {number(audit.trained_tokens)} trained"),
+        ("examples", packs),
+    )
+
+
+def _sources(sources: dict[str, str]) -> str:
+    return sources.get("train") or ", ".join(sources.values())
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{number(count)} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def _text(page: Page) -> str:
+    parts = [_table_text(part) if isinstance(part, Table) else part for part in page.parts]
+    return "\n\n".join([page.title + "\n" + "-" * len(page.title), *parts])
+
+
+def _table_text(table: Table) -> str:
+    """Columns as wide as their longest cell; the last one is wrapped."""
+    rows = [table.headers, *table.rows] if table.headers else list(table.rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    lines = []
+    for row in rows:
+        start = "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False))
+        room = max(_WIDTH - left, 30)
+        last = textwrap.wrap(row[-1], room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [f"{start}  {last[0]}".rstrip(), *(" " * left + more for more in last[1:])]
+    if table.headers:
+        lines.insert(1, "  ".join("-" * width for width in [*widths[:-1], min(widths[-1], 30)]))
+    return "\n".join(lines)
+
+
+def _html(page: Page) -> str:
+    parts = [
+        _table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part)}</p>"
+        for part in page.parts
+    ]
+    return f"<div><h4>{html.escape(page.title)}</h4>{''.join(parts)}</div>"
+
+
+def _table_html(table: Table) -> str:
+    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.headers)
+    head = f"<thead><tr>{cells}</tr></thead>" if table.headers else ""
+    style = ' style="text-align:left"'
+    rows = "".join(
+        f"<tr>{''.join(f'<td{style}>{html.escape(cell)}</td>' for cell in row)}</tr>"
+        for row in table.rows
+    )
+    return f"<table>{head}<tbody>{rows}</tbody></table>"

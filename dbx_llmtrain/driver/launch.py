@@ -1,0 +1,159 @@
+"""One attempt at training on every rank: start, follow, cancel, judge.
+
+The only module that imports ``TorchDistributor``. Its own return and exceptions say little that can
+be trusted: it drops exit codes, returns one rank's value although another failed, and its exception
+names no cause. The records that the ranks' supervisors leave in the run folder decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.driver import cluster, diagnosis, preflight, shipping
+from dbx_llmtrain.errors import TrainingFailed
+from dbx_llmtrain.records import RankRecord, RankResult, RunPlan
+from dbx_llmtrain.worker import supervisor
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
+
+_TARGET = "dbx_llmtrain.worker.supervisor:run"
+_POLL_S = 0.5
+_RECORDS_S = 15.0
+"""How long ranks may take to end and leave their records after the launcher has."""
+_CANCEL_S = 60.0
+_WAITING_S = 30.0
+
+
+def launch(
+    spark: SparkSession,
+    plan: RunPlan,
+    secrets: dict[str, str],
+    *,
+    on_poll: Callable[[], None] | None = None,
+    module: str = supervisor.TRAINER,
+) -> RankResult:
+    """Run the plan's ranks to their end and return rank 0's result.
+
+    Success is a ``finished`` record of every rank with this attempt. Raises ``TrainingFailed`` of
+    the first rank that failed. ``on_poll`` is called about twice a second; what it raises, like a
+    ``KeyboardInterrupt``, ends the ranks and passes on. In every case no trainer is left.
+    ``module`` is what runs as ``python -m module plan.json`` on each rank.
+    """
+    run_dir = storage.local_path(plan.run_dir)
+    storage.write_text(run_dir / "plan.json", plan.model_dump_json(indent=1))
+    with _stop_file(plan) as stop_file:
+        args = (plan.model_dump_json(), secrets, module, str(stop_file) if stop_file else None)
+        job = cluster.SparkJob(
+            spark.sparkContext,
+            f"dbx_llmtrain: training of {plan.run_name}",
+            _distributor(spark, plan, partial(shipping.caller(), _TARGET, *args)),
+        )
+        try:
+            _follow(job, plan, on_poll)
+        except BaseException:
+            _stop(job, stop_file)
+            _wait_for_records(run_dir, plan)
+            raise
+    error = job.error()
+    records = _wait_for_records(run_dir, plan)
+    return _judge(plan, records, error)
+
+
+def _distributor(
+    spark: SparkSession, plan: RunPlan, function: Callable[[], object]
+) -> Callable[[], object]:
+    """What runs in the job's thread. Wrong arguments raise here, in the caller's."""
+    from pyspark.ml.torch.distributor import TorchDistributor
+
+    # In local mode TorchDistributor hands out GPUs only if Spark manages the driver's. Else every
+    # rank sees all of them and takes the one of its local rank.
+    managed = cluster.conf(spark).get(preflight.DRIVER_GPUS, "0") != "0"
+    distributor = TorchDistributor(
+        num_processes=plan.world_size,
+        local_mode=plan.local_mode,
+        use_gpu=plan.use_gpu and (managed or not plan.local_mode),
+    )
+
+    def run() -> object:
+        state = random.getstate()
+        try:
+            return distributor.run(function)
+        finally:
+            random.setstate(state)  # it seeds Python's generator when it picks GPUs
+
+    return run
+
+
+@contextmanager
+def _stop_file(plan: RunPlan) -> Iterator[Path | None]:
+    """In local mode no Spark job runs that could be cancelled: a file tells the ranks to end."""
+    if not plan.local_mode:
+        yield None
+        return
+    folder = tempfile.mkdtemp(prefix="dbx_llmtrain-stop-")
+    try:
+        yield Path(folder) / "stop"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _follow(job: cluster.SparkJob, plan: RunPlan, on_poll: Callable[[], None] | None) -> None:
+    started = time.monotonic()
+    waiting = not plan.local_mode
+    while not job.wait(_POLL_S):
+        if on_poll is not None:
+            on_poll()
+        if waiting and time.monotonic() - started > _WAITING_S:
+            waiting = False
+            if not job.active_tasks():
+                logger.warning(
+                    "waiting for %d free task slots at once: other jobs use the cluster",
+                    plan.world_size,
+                )
+
+
+def _stop(job: cluster.SparkJob, stop_file: Path | None) -> None:
+    """End the ranks and wait until the launcher has noticed."""
+    if stop_file is not None:
+        stop_file.touch()
+    else:
+        job.cancel()
+    if not job.wait(_CANCEL_S):
+        logger.warning("the launcher has not ended within %.0f s of being cancelled", _CANCEL_S)
+
+
+def _wait_for_records(run_dir: Path, plan: RunPlan) -> dict[int, RankRecord]:
+    """Supervisors write their records after their trainers are gone, some seconds after Spark has
+    given up; and shared storage may show them late."""
+    deadline = time.monotonic() + _RECORDS_S
+    while True:
+        records = diagnosis.read_records(run_dir, plan.attempt, plan.world_size)
+        if len(records) == plan.world_size or time.monotonic() > deadline:
+            return records
+        time.sleep(_POLL_S)
+
+
+def _judge(
+    plan: RunPlan, records: dict[int, RankRecord], error: BaseException | None
+) -> RankResult:
+    finished = [record for record in records.values() if record.status == "finished"]
+    result = records[0].result if 0 in records else None
+    if len(finished) == plan.world_size and result is not None:
+        if error is not None:
+            logger.warning("every rank finished; %s", diagnosis.launcher_text(error))
+        return result
+    failed: TrainingFailed = diagnosis.failure(records, plan.world_size, error)
+    raise failed from error

@@ -1,0 +1,193 @@
+"""What a rank says while it runs: events and lines from rank 0, a few files for its supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.events import EVENTS_FILE, EventLog, Kind
+from dbx_llmtrain.records import RankResult, RunPlan
+
+if TYPE_CHECKING:
+    from dbx_llmtrain.tracking import RankTracker
+    from dbx_llmtrain.worker.evaluate import EvalReport
+    from dbx_llmtrain.worker.loop import StepReport, Window
+
+RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
+"""Names the folder in which a rank leaves ``step``, ``result.json`` and ``failure.json``."""
+
+_AROUND = (
+    __file__,
+    contextlib.__file__,
+    *(str(Path(__file__).with_name(name)) for name in ("main.py", "world.py")),
+)
+"""Files whose frames stand above every failure and say nothing about it."""
+
+
+class Handover:
+    """Files for the process that started this one, where it named a folder for them."""
+
+    def __init__(self) -> None:
+        folder = os.environ.get(RANK_DIR)
+        self._folder = Path(folder) if folder else None
+        self._step = 0
+
+    def step(self, step: int) -> None:
+        """The last step that was finished."""
+        self._step = step
+        if self._folder:
+            storage.write_text(self._folder / "step", str(step))
+
+    def result(self, result: RankResult) -> None:
+        """What came of the run."""
+        if self._folder:
+            storage.write_text(self._folder / "result.json", result.model_dump_json())
+
+    def failure(self, error: BaseException) -> None:
+        """Why this rank failed."""
+        if self._folder:
+            text = json.dumps(describe(error) | {"step": self._step})
+            storage.write_text(self._folder / "failure.json", text)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """``error`` in one line, and its traceback from where the rank's own work begins."""
+    report = traceback.TracebackException.from_exception(error)
+    while len(report.stack) > 1 and report.stack[0].filename in _AROUND:
+        del report.stack[0]
+    return {"error": f"{type(error).__name__}: {error}", "traceback": "".join(report.format())}
+
+
+@contextlib.contextmanager
+def reporting(plan: RunPlan, rank: int) -> Iterator[Reporter]:
+    """This rank's ``Reporter``. A failure is handed over and reported before anything is closed."""
+    with tempfile.TemporaryDirectory(prefix="dbx_llmtrain-events-") as folder:
+        reporter = Reporter(plan, rank, Path(folder) / EVENTS_FILE)
+        try:
+            yield reporter
+        except BaseException as error:
+            reporter.failed(error)
+            reporter.close(patience_s=3.0)
+            raise
+        reporter.close(patience_s=30.0)
+
+
+class Reporter:
+    """Rank 0 writes events, prints lines and logs to MLflow; the other ranks only count steps."""
+
+    def __init__(self, plan: RunPlan, rank: int, local: Path) -> None:
+        self._plan = plan
+        self._handover = Handover()
+        self._step = 0
+        self._log: EventLog | None = None
+        self._tracker: RankTracker | None = None
+        if rank == 0:
+            from dbx_llmtrain.tracking import RankTracker
+
+            shared = storage.local_path(plan.run_dir) / EVENTS_FILE
+            _keep_earlier(shared, local)
+            self._log = EventLog(local, shared, plan.attempt, rank)
+            self._tracker = RankTracker(plan.tracking)
+
+    def started(self, step: int, notes: Sequence[str]) -> None:
+        """All is set up; ``step`` steps have been done before, by an earlier attempt."""
+        self._step = step
+        self._handover.step(step)
+        plan = self._plan
+        origin = f", resumed from {plan.resume_from}" if plan.resume_from else ""
+        self._say(
+            f"{plan.world_size} rank(s), {plan.strategy}, {plan.precision}, "
+            f"{plan.total_steps} steps of {plan.global_batch_size}{origin}"
+        )
+        for note in notes:
+            self._say(f"note: {note}")
+        self._emit("started", notes=list(notes), resumed_from=plan.resume_from)
+
+    def step(self, report: StepReport, window: Window, seen: Window, memory: int) -> bool:
+        """A step was done. Returns whether it was reported, so that a new window begins.
+
+        ``window`` has what has been since the last report, ``seen`` everything since the run began,
+        ``memory`` is this rank's peak in bytes.
+        """
+        self._step = report.step
+        self._handover.step(report.step)
+        if report.skipped:
+            self._say(f"step {report.step}: weights left as they are, {report.skipped}")
+        every, last = self._plan.config.train.log_every, self._plan.total_steps
+        if report.step % every and report.step != last:
+            return False
+        self._say(
+            f"step {report.step}/{last}  loss {window.loss:.4f}  "
+            f"lr {report.learning_rate:.3g}  grad norm {report.grad_norm:.3g}  "
+            f"{window.tokens_per_second:,.0f} tokens/s"
+        )
+        metrics = {
+            "loss": window.loss,
+            "learning_rate": report.learning_rate,
+            "grad_norm": report.grad_norm,
+            "tokens_per_second": window.tokens_per_second,
+            "seconds_per_step": window.seconds / max(1, window.steps),
+            "rows_seen": seen.rows,
+            "tokens_seen": seen.tokens,
+            "trained_tokens_seen": seen.trained,
+            "skipped_steps": seen.skipped,
+            "memory_bytes": memory,
+        }
+        self._emit("step", metrics)
+        return True
+
+    def evaluated(self, report: EvalReport) -> None:
+        """The held-out rows were evaluated."""
+        self._say(f"step {self._step}: held-out loss {report.loss:.4f} over {report.rows} rows")
+        metrics = {"eval_loss": report.loss, "eval_perplexity": report.perplexity}
+        self._emit("eval", metrics, rows=report.rows, trained_tokens=report.trained_tokens)
+
+    def saved(self, kind: Kind, path: Path) -> None:
+        """A ``checkpoint`` or an ``export`` is complete."""
+        self._say(f"step {self._step}: {kind} in {path}")
+        self._emit(kind, path=str(path))
+
+    def finished(self, result: RankResult) -> None:
+        """The run is over on this rank."""
+        self._emit("finished", dict(result.metrics))
+        if self._log:
+            self._handover.result(result)
+
+    def failed(self, error: BaseException) -> None:
+        """Hand the failure over before anything that may take time."""
+        self._handover.failure(error)
+        self._emit("failed", error=f"{type(error).__name__}: {error}")
+
+    def close(self, patience_s: float) -> None:
+        """Publish what is left; wait at most so long for the tracking server."""
+        if self._log:
+            self._log.close()
+        if self._tracker:
+            self._tracker.close(patience_s)
+
+    def _emit(self, kind: Kind, metrics: dict[str, float] | None = None, **data: Any) -> None:
+        if self._log and self._tracker:
+            self._tracker.log(self._log.emit(kind, self._step, metrics, **data))
+
+    def _say(self, line: str) -> None:
+        if self._log:
+            click.echo(line)
+
+
+def _keep_earlier(shared: Path, local: Path) -> None:
+    """Begin with the events of earlier attempts, up to their last whole line: the file is always
+    republished whole."""
+    try:
+        earlier = shared.read_bytes()
+    except OSError:
+        return
+    local.write_bytes(earlier[: earlier.rfind(b"\n") + 1])

@@ -1,0 +1,346 @@
+"""The parts of a rank's story: what is set up once, and what happens between the steps."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.errors import CheckpointError, ClusterError, Finding
+from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.text.prepared import Split
+from dbx_llmtrain.worker import checkpoint, export, node
+from dbx_llmtrain.worker.data import Order
+from dbx_llmtrain.worker.evaluate import evaluate
+from dbx_llmtrain.worker.export import Collected
+from dbx_llmtrain.worker.generation import Generation
+from dbx_llmtrain.worker.loop import StepReport, Window
+from dbx_llmtrain.worker.loss import LossModule, ProbeResult, probe
+from dbx_llmtrain.worker.model import attention_of
+from dbx_llmtrain.worker.optim import build_optimizer
+from dbx_llmtrain.worker.parallel import Strategy, make_strategy
+from dbx_llmtrain.worker.reporting import Reporter
+from dbx_llmtrain.worker.world import World
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+EXPORT = "export"
+"""Folder of the exported model in the run folder."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """On this node's own disk: the staged model and data."""
+
+    model: Path
+    data: Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that stays the same from the first step to the last."""
+
+    plan: RunPlan
+    world: World
+    folders: Folders
+    model: nn.Module
+    root: nn.Module
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    order: Order
+    held_out: Split | None
+    probe: ProbeResult
+    reporter: Reporter
+    scratch: Path
+    started: float
+    """``time.perf_counter()`` when this rank began."""
+
+
+@dataclass
+class Progress:
+    """How far the run is; goes into every checkpoint, so that a resumed run reports the whole.
+
+    ``seen`` sums over all steps (the loss of those that were skipped for not being finite is left
+    out), ``window`` over those since the last report.
+    """
+
+    step: int = 0
+    seen: Window = field(default_factory=Window)
+    window: Window = field(default_factory=Window)
+    initial_eval_loss: float | None = None
+    eval_loss: float | None = None
+    seconds_to_first_step: float | None = None
+    saved: Path | None = None
+    """The checkpoint that was saved last, or resumed from."""
+    timed: bool = False
+    """Whether this attempt has measured ``seconds_to_first_step``."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        state = asdict(self)
+        del state["saved"], state["timed"]
+        return state
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], saved: Path) -> Progress:
+        """The progress that a checkpoint keeps."""
+        windows = {name: Window(**state[name]) for name in ("seen", "window")}
+        return cls(**(state | windows), saved=saved)
+
+
+def stage(plan: RunPlan) -> Folders:
+    """Copies of model and data on this node, made by the first rank that needs them."""
+    model, data = (
+        node.stage(artifact.model_dump(), plan.local_dir)
+        for artifact in (plan.model.artifact, plan.data.artifact)
+    )
+    return Folders(model, data)
+
+
+@contextmanager
+def scratch_folder(plan: RunPlan, rank: int) -> Iterator[Path]:
+    """A folder for this rank's temporary files on the node's own disk, gone afterwards.
+
+    What a killed attempt of the same run left behind is removed, too.
+    """
+    run = hashlib.sha256(plan.run_dir.encode()).hexdigest()[:16]
+    runs = node.local_dir(plan.local_dir) / "scratch" / run
+    runs.mkdir(parents=True, exist_ok=True)
+    for other in runs.iterdir():
+        if other.name != plan.attempt:
+            storage.remove(other)
+    folder = runs / plan.attempt / str(rank)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        storage.remove(folder)
+        with suppress(OSError):  # not empty: another rank is not done yet
+            folder.parent.rmdir()
+            runs.rmdir()
+
+
+def set_up(
+    plan: RunPlan,
+    world: World,
+    model: nn.Module,
+    folders: Folders,
+    reporter: Reporter,
+    scratch: Path,
+    started: float,
+) -> Job:
+    """Wrap the model, build what trains it, and prove on it that the loss is right.
+
+    Raises ``ClusterError`` where the launcher started another number of ranks than planned.
+    """
+    if world.size != plan.world_size:
+        message = f"the plan is for {plan.world_size} ranks, the launcher started {world.size}"
+        raise ClusterError([Finding("error", "launcher", message)])
+    train = plan.config.train
+    module = LossModule(model, attention=attention_of(model))
+    strategy = make_strategy(plan.strategy, world, plan.precision)
+    root = strategy.wrap(module)
+    optimizer = build_optimizer(model, train)
+    rows = Split(folders.data / "train")
+    held_out = Split(folders.data / "eval") if plan.data.eval_examples else None
+    longest = max(int(part.tokens.max(initial=1)) for part in (rows, held_out) if part is not None)
+    probed = probe(root, module, device=world.device, max_length=longest)
+    order = Order(
+        split=rows,
+        seed=train.seed,
+        global_batch=plan.global_batch_size,
+        micro_batch=plan.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        padded=probed.padded,
+    )
+    return Job(
+        plan=plan,
+        world=world,
+        folders=folders,
+        model=model,
+        root=root,
+        strategy=strategy,
+        optimizer=optimizer,
+        order=order,
+        held_out=held_out,
+        probe=probed,
+        reporter=reporter,
+        scratch=scratch,
+        started=started,
+    )
+
+
+def resume(job: Job) -> Progress:
+    """Where the plan's checkpoint left off, or the beginning; random states are set either way.
+
+    Raises ``CheckpointError`` for a checkpoint that does not fit this run.
+    """
+    plan, world = job.plan, job.world
+    if plan.resume_from is None:
+        _seed(plan.config.train.seed, world.rank, 0)
+        return Progress()
+    folder = storage.local_path(plan.resume_from)
+    # A checkpoint of another number of ranks has no random states for these.
+    _seed(plan.config.train.seed, world.rank, 1)
+    state = checkpoint.load(
+        folder,
+        model=job.model,
+        optimizer=job.optimizer,
+        world=world,
+        identity=_identity(plan),
+    )
+    progress = Progress.from_state(state, folder)
+    if progress.step > plan.total_steps:
+        raise CheckpointError(
+            f"{folder} is after step {progress.step}, but the run ends with step "
+            f"{plan.total_steps}: raise train.max_steps or train.epochs"
+        )
+    return progress
+
+
+def _seed(seed: int, rank: int, start: int) -> None:
+    """Seed this rank's generators, differently on every rank: ranks must not drop out alike."""
+    import numpy as np
+    import torch
+
+    drawn = int(np.random.SeedSequence([seed, rank, start]).generate_state(1)[0])
+    random.seed(drawn)
+    np.random.seed(drawn)
+    torch.manual_seed(drawn)
+
+
+def _identity(plan: RunPlan) -> dict[str, Any]:
+    """What decides which rows a step has, and which model they train."""
+    return {
+        "model": plan.model.artifact.fingerprint,
+        "data": plan.data.artifact.fingerprint,
+        "global_batch_size": plan.global_batch_size,
+        "seed": plan.config.train.seed,
+    }
+
+
+def evaluate_first(job: Job, progress: Progress) -> None:
+    """The held-out loss before the first step; a resumed run knows it already."""
+    if job.held_out is not None and progress.step == 0 and progress.initial_eval_loss is None:
+        progress.initial_eval_loss = _evaluate(job, progress)
+
+
+def finish_step(job: Job, progress: Progress, report: StepReport) -> None:
+    """Count and report a step; evaluate and save where that is due.
+
+    The last step is evaluated and saved after the loop.
+    """
+    progress.step = report.step
+    if not progress.timed:
+        progress.seconds_to_first_step = time.perf_counter() - job.started
+        progress.timed = True
+    progress.window.add(report)
+    finite = math.isfinite(report.loss)
+    progress.seen.add(report if finite else replace(report, loss=0.0, trained=0))
+    if job.reporter.step(report, progress.window, progress.seen, peak_memory(job.world)):
+        progress.window = Window()
+    if report.step < job.plan.total_steps:
+        every = job.plan.config.train.eval_every
+        if every and report.step % every == 0:
+            _evaluate(job, progress)
+        often = job.plan.config.checkpoint.every
+        if often != "never" and report.step % often == 0:
+            save(job, progress)
+
+
+def evaluate_last(job: Job, progress: Progress) -> None:
+    """The held-out loss after the last step."""
+    _evaluate(job, progress)
+
+
+def _evaluate(job: Job, progress: Progress) -> float | None:
+    if job.held_out is None:
+        return None
+    report = evaluate(
+        job.root,
+        job.held_out,
+        job.world,
+        micro_batch=job.plan.micro_batch_size,
+        padded=job.probe.padded,
+    )
+    job.reporter.evaluated(report)
+    progress.eval_loss = report.loss
+    return report.loss
+
+
+def save(job: Job, progress: Progress) -> None:
+    """Write the checkpoint of the current step, unless the run was resumed from that very one."""
+    folder = storage.checkpoint_folder(storage.local_path(job.plan.run_dir), progress.step)
+    if progress.saved is None or progress.saved.resolve() != folder.resolve():
+        checkpoint.save(
+            folder,
+            model=job.model,
+            optimizer=job.optimizer,
+            world=job.world,
+            state=progress.state(),
+            identity=_identity(job.plan),
+            scratch=job.scratch,
+        )
+        job.reporter.saved("checkpoint", folder)
+    progress.saved = folder
+
+
+def collect_export(job: Job) -> Collected | None:
+    """The whole model on rank 0, if the plan wants it exported. All ranks call it."""
+    if not job.plan.config.checkpoint.export:
+        return None
+    return export.collect(job.root, job.model, job.folders.model, job.world)
+
+
+def write_export(job: Job, collected: Collected | None, generation: Generation) -> str | None:
+    """Write what was collected to ``export`` in the run folder; its path on rank 0."""
+    if collected is None:
+        return None
+    target = export.write_export(
+        storage.local_path(job.plan.run_dir) / EXPORT,
+        collected=collected,
+        source=job.folders.model,
+        generation=generation,
+        scratch=job.scratch,
+    )
+    job.reporter.saved("export", target)
+    return str(target)
+
+
+def measure(job: Job, progress: Progress) -> dict[str, float]:
+    """The run's metrics, the same on every rank. All ranks call it."""
+    import torch
+    import torch.distributed as dist
+
+    memory = torch.tensor(peak_memory(job.world), dtype=torch.int64)
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    metrics = {
+        "initial_eval_loss": progress.initial_eval_loss,
+        "eval_loss": progress.eval_loss,
+        "train_loss": progress.seen.loss,
+        "tokens_per_second": progress.seen.tokens_per_second,
+        "peak_memory_bytes": float(memory),
+        "seconds_to_first_step": progress.seconds_to_first_step,
+        "skipped_steps": float(progress.seen.skipped),
+    }
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def peak_memory(world: World) -> int:
+    """Bytes that this rank has used at most: of its GPU, or on CPU of the machine's memory."""
+    if world.device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
+    return int(torch.cuda.max_memory_allocated(world.device))

@@ -1,0 +1,135 @@
+"""A rank's program for the tests: what it does is in the variable ACTION.
+
+Run as ``python -m rank_program plan.json`` by the supervisor; it keeps the trainer's side of the
+protocol (result.json, failure.json and step in the rank's folder).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+FOLDER = Path(os.environ.get("DBX_LLMTRAIN_RANK_DIR", "."))
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def finish(**metrics: float) -> None:
+    result = {"steps": 3, "metrics": metrics, "checkpoint": None, "model_path": None}
+    (FOLDER / "result.json").write_text(json.dumps(result))
+
+
+def action_finish() -> None:
+    print("hello", flush=True)
+    finish(rank=RANK, world=int(os.environ["WORLD_SIZE"]))
+
+
+def action_environment() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    import dbx_llmtrain
+
+    shown = {
+        "code": str(dbx_llmtrain.__file__),
+        "omp": os.environ.get("OMP_NUM_THREADS"),
+        "secret": os.environ.get("TEST_SECRET"),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "local_rank": os.environ.get("LOCAL_RANK"),
+        "cwd_on_path": str(Path.cwd() in map(Path, sys.path)),
+        "attempt": plan["attempt"],
+    }
+    Path(plan["run_dir"], f"shown-{RANK}.json").write_text(json.dumps(shown))
+    finish()
+
+
+def action_raise() -> None:
+    if RANK == 1:
+        (FOLDER / "step").write_text("7")
+        raise ValueError("row 17 has no text")
+    time.sleep(120)
+
+
+def action_raise_late() -> None:
+    """Rank 0 finishes, rank 1 then fails."""
+    if RANK == 1:
+        time.sleep(2)
+        raise ValueError("row 17 has no text")
+    finish()
+
+
+def action_killed() -> None:
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(120)
+
+
+def action_wait() -> None:
+    print("waiting", flush=True)
+    time.sleep(120)
+
+
+def action_stubborn() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    action_wait()
+
+
+def action_bytes() -> None:
+    out = sys.stdout.buffer
+    out.write(b"caf\xe9 is not UTF-8\n")
+    out.write("日本語 is\n".encode())
+    out.write(b"x" * 9000 + b"\n")
+    for i in range(50):
+        out.write(b"\rprogress %d/50" % (i + 1))
+        out.flush()
+        time.sleep(0.05)
+    out.write(b"\nend of output\n")
+    out.flush()
+    finish()
+
+
+def action_exit() -> None:
+    print("about to leave", flush=True)
+    sys.exit(3)
+
+
+def action_plain_error() -> None:
+    """A program that does not keep the protocol."""
+    raise SystemExit(os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", "1/0"]))
+
+
+def action_import_error() -> None:
+    import no_such_package_anywhere  # noqa: F401
+
+
+def action_no_result() -> None:
+    return
+
+
+def action_all_reduce() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([float(RANK + 1)])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    finish(total=total.item())
+
+
+if __name__ == "__main__":
+    try:
+        globals()[f"action_{os.environ['ACTION']}"]()
+    except Exception as error:
+        step = FOLDER / "step"
+        failure = {
+            "error": f"{type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+            "step": int(step.read_text()) if step.exists() else None,
+        }
+        (FOLDER / "failure.json").write_text(json.dumps(failure))
+        raise

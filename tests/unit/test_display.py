@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+
+from dbx_llmtrain import display
+from tests import sample
+
+
+def test_a_cluster_shows_every_gpu_and_node() -> None:
+    text = repr(sample.cluster())
+    assert text.startswith("Cluster spark://driver:7077\n---")
+    assert "Spark 3.5.2, 2 nodes, 4 GPUs, 4 tasks at once, 1 GPU each" in text
+    assert "driver (driver)" in text
+    for part in ("GPU-worker-1-0", "GPU-worker-2-1", "1.0 GiB of 80.0 GiB", "550.54"):
+        assert part in text
+    assert "On every node: python 3.12.3, torch 2.7.0, transformers 4.51.3" in text
+    assert "500 GiB" in text
+
+
+def test_a_cluster_without_gpus_is_normal_and_problems_are_told() -> None:
+    other = sample.node("b").model_copy(update={"packages": {"torch": "2.9.0"}})
+    bad = sample.node("a", problem="nvidia-smi: <not found>")
+    report = sample.cluster(bad, other, missing=("10.0.0.9",), task_gpus=None)
+    text, page = str(report), report._repr_html_()
+    assert "2 nodes, 0 GPUs, 4 tasks at once\n" in text
+    assert "none" in text
+    assert "a: nvidia-smi: <not found>" in text
+    assert "Did not answer in time: 10.0.0.9" in text
+    assert "Versions differ:" in text
+    assert "2.9.0" in text
+    assert "&lt;not found&gt;" in page
+    assert "<not" not in page
+
+
+def test_one_machine_is_listed_once() -> None:
+    report = sample.cluster(local=True, master="local[2]", nodes=(), executors=())
+    text = str(report)
+    assert text.count("8 ") == 1
+    assert "1 node, 0 GPUs, no executors: ranks run on the driver's machine" in text
+
+
+def test_a_plan_shows_every_decision_with_its_reason() -> None:
+    plan = sample.run_plan(resume_from="/shared/runs/first/checkpoints/step-00000002")
+    text, page = repr(plan), plan._repr_html_()
+    for decision in plan.decisions:
+        assert decision.name in text
+        assert decision.reason in text
+    assert "/models/tiny (llama, 134,515,008 parameters)" in text
+    assert "32 examples = 2 ranks x 8 a micro-batch, up to 2 micro-batches on a rank" in text
+    assert "3, of them 1 warm-up; 1 an epoch" in text
+    assert "resumes from" in text
+    assert "10 no trained token" in text
+    assert "&lt;share&gt;" in page
+    assert "<share>" not in page
+
+
+def test_a_result_shows_losses_first_and_where_the_files_are() -> None:
+    result = sample.result(restarts=("rank 1 lost",))
+    text = str(result)
+    assert text.index("initial_eval_loss") < text.index("eval_loss  ") < text.index("peak_memory")
+    for part in ("4.24", "2.7", "1,234.5", "2.0 GiB", "/export", "step-00000003", "rank 1 lost"):
+        assert part in text
+    assert "3 steps done" in text
+    assert "<table>" in result._repr_html_()
+    assert "MLflow run" not in str(sample.result(run_id=None))
+
+
+def test_text_is_ascii_and_wrapped() -> None:
+    decision = sample.run_plan().decisions[0].model_copy(update={"reason": "because " * 40})
+    for text in (
+        repr(sample.cluster()),
+        repr(sample.run_plan(decisions=(decision,))),
+        repr(sample.result()),
+    ):
+        assert text.isascii()
+        assert max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (200 * 2**30, "200 GiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_size(value: int, text: str) -> None:
+    assert display.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "True"), (12345, "12,345"), (2.0, "2"), (1e-5, "1e-05"), (12345.67, "12,345.7")],
+)
+def test_number(value: object, text: str) -> None:
+    assert display.number(value) == text

@@ -1,0 +1,480 @@
+"""The loss of a batch against the textbook; packing, padding, masks and the start-up probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from dbx_llmtrain.text.prepared import Example
+from dbx_llmtrain.worker.data import IGNORED, Batch, collate, empty_batch
+from dbx_llmtrain.worker.loss import LossModule, chunked_cross_entropy, inference, probe
+from dbx_llmtrain.worker.masks import Window, attention_window, block_mask
+from tests import reference, tiny
+
+NAMES = {"llama": tiny.llama, "tied": lambda: tiny.llama(tied=True), "gpt2": tiny.gpt2}
+HAS_LAYER_TYPES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 53)
+
+
+def _module(model: Any, **arguments: Any) -> LossModule:
+    return LossModule(model, attention=model.config._attn_implementation, **arguments)
+
+
+def _documents(rows: list[Example]) -> list[Any]:
+    return [(np.array(row.input_ids, np.int32), np.array(row.trained)) for row in rows]
+
+
+def _separate(rows: list[Example], pad_id: int = 0) -> Batch:
+    return collate([[document] for document in _documents(rows)], pad_id)
+
+
+def _packed(rows: list[Example]) -> Batch:
+    return collate([_documents(rows)], 0)
+
+
+def _gradients(module: LossModule, *batches: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Mean loss of the batches and its gradient, accumulated one batch at a time."""
+    count = sum(batch.trained for batch in batches)
+    total = 0.0
+    for batch in batches:
+        loss = module(**batch.inputs())
+        (loss / count).backward()
+        total += float(loss.detach()) / count
+    found = {name: p.grad.clone() for name, p in module.model.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    return total, found
+
+
+def _wider(batch: Batch, pads: int, pad_id: int = 0) -> Batch:
+    """The batch with more padding at the end of every row."""
+    values = {"input_ids": pad_id, "labels": IGNORED, "position_ids": 0, "segment_ids": 0}
+    wide = {
+        name: torch.nn.functional.pad(getattr(batch, name), (0, pads), value=value)
+        for name, value in values.items()
+    }
+    rows, places = (wide["labels"][:, 1:] != IGNORED).nonzero(as_tuple=True)
+    positions = rows * wide["labels"].shape[1] + places
+    return Batch(**wide, positions=positions, rows=batch.rows, tokens=0, trained=batch.trained)
+
+
+@torch.no_grad()
+def test_c13_one_shift_and_no_more() -> None:
+    model = tiny.llama()
+    rows = [Example([5, 6, 7, 8], [False, True, False, True])]
+    logits = model(torch.tensor([[5, 6, 7, 8]])).logits[0].log_softmax(-1)
+    by_hand = -(logits[0, 6] + logits[2, 8])
+    loss = _module(model)(**_separate(rows).inputs())
+    assert abs(float((loss - by_hand).detach())) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_are_the_textbooks(name: str) -> None:
+    rows = tiny.examples()
+    model = NAMES[name]()
+    expected_loss, expected = reference.gradients(model, rows)
+    module = _module(model, chunk_tokens=7)
+    module.padded = bool(probe(module, module, device="cpu", max_length=64).padded)
+    loss, found = _gradients(module, _separate(rows))
+    assert abs(loss - expected_loss) < 1e-6
+    assert reference.difference(found, expected) < 1e-6
+
+
+def test_c14_the_mean_is_over_labels_after_the_shift() -> None:
+    rows = [Example(list(range(5, 12)), [True] * 7, str(i)) for i in range(3)]
+    batch = _separate(rows)
+    assert batch.trained == 3 * (7 - 1) == int((batch.labels[:, 1:] != IGNORED).sum())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_c22_c24_packed_logits_are_the_separate_ones(attention: str, copies: int) -> None:
+    model = tiny.llama(attn_implementation=attention)
+    module = LossModule(model, attention=attention)
+    rows = tiny.examples((7, 5, 9))
+    batch = _wider(collate([_documents(rows)] * copies, 0), 3)
+    packed = module(**batch.inputs(), logits=True)
+    start = 0
+    for row in rows:
+        alone = model(torch.tensor([row.input_ids])).logits[0]
+        for copy in packed:
+            assert float((copy[start : start + len(alone)] - alone).abs().max()) < 1e-5
+        start += len(alone)
+
+
+def test_c23_no_cache_no_2d_mask_and_restarting_positions() -> None:
+    seen: dict[str, Any] = {}
+    module = _module(tiny.llama())
+    module.decoder.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+    )
+    batch = _packed(tiny.examples((3, 4)))
+    module(**batch.inputs())
+    assert seen["use_cache"] is False
+    assert seen["attention_mask"].shape == (1, 1, 7, 7)
+    assert seen["attention_mask"].dtype == torch.float32
+    assert seen["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_c26_packed_gradients_are_the_separate_ones(name: str) -> None:
+    rows = tiny.examples()
+    module = _module(NAMES[name]())
+    loss, found = _gradients(module, _separate(rows))
+    packed_loss, packed = _gradients(module, _packed(rows[:3]), _packed(rows[3:]))
+    assert abs(packed_loss - loss) < 1e-6
+    assert reference.difference(packed, found) < 1e-6
+
+
+@pytest.mark.parametrize("pads", [1, 7, 64])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_c20_padding_changes_nothing(name: str, pads: int) -> None:
+    module = _module(NAMES[name]())
+    probe(module, module, device="cpu", max_length=64)
+    batch = _separate(tiny.examples())
+    loss, found = _gradients(module, batch)
+    wide_loss, wide = _gradients(module, _wider(batch, pads))
+    assert abs(wide_loss - loss) < 1e-6
+    assert reference.difference(wide, found) < 1e-6
+
+
+def test_c2_the_pad_id_changes_nothing_bitwise() -> None:
+    losses, grads = [], []
+    for pad_id in (0, 2, 50):
+        model = tiny.llama(pad_token_id=pad_id)
+        loss, found = _gradients(_module(model), _separate(tiny.examples(), pad_id))
+        assert model.get_input_embeddings().weight.shape[0] == tiny.VOCAB
+        losses.append(loss)
+        grads.append(found)
+    assert len(set(losses)) == 1
+    for other in grads[1:]:
+        assert all(torch.equal(other[name], grads[0][name]) for name in other)
+
+
+def test_c1_c2_an_end_token_that_is_also_the_pad_token_is_trained() -> None:
+    rows = [Example([5, 2, 6, 2], [False, True, True, True])]
+    plain = tiny.llama()
+    expected_loss, expected = reference.gradients(plain, rows)
+    model = tiny.llama(pad_token_id=2)
+    model.load_state_dict(plain.state_dict())
+    loss, found = _gradients(_module(model), _separate(rows, 2))
+    assert abs(loss - expected_loss) < 1e-6
+    assert reference.difference(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("own_logits", [False, True])
+def test_c17_nothing_to_train_on_is_a_loss_of_zero_with_gradients(own_logits: bool) -> None:
+    module = _module(tiny.llama())
+    module.own_logits = own_logits
+    silent = _separate([Example([5, 6, 7], [False] * 3)])
+    for batch in (silent, empty_batch(0)):
+        loss = module(**batch.inputs())
+        loss.backward()
+        assert float(loss.detach()) == 0.0
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None, name
+            assert float(parameter.grad.abs().max()) == 0.0
+        module.zero_grad(set_to_none=True)
+
+
+def test_labels_alone_are_enough() -> None:
+    module = _module(tiny.llama())
+    inputs = _separate(tiny.examples()).inputs()
+    expected = module(**inputs)
+    del inputs["positions"]
+    assert torch.equal(module(**inputs), expected)
+    del inputs["labels"]
+    with pytest.raises(ValueError, match="labels are needed"):
+        module(**inputs)
+
+
+def test_another_attention_than_asked_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="'eager' was asked for, the model runs 'sdpa'"):
+        LossModule(tiny.llama(), attention="eager")
+
+
+class TestChunks:
+    """The chunked cross-entropy by itself."""
+
+    @pytest.mark.parametrize("bias", [False, True])
+    @pytest.mark.parametrize("chunk", [1, 4, 1000, None])
+    def test_equals_the_whole(self, bias: bool, chunk: int | None) -> None:
+        torch.manual_seed(0)
+        head = torch.nn.Linear(8, 97, bias=bias)
+        hidden = torch.randn(11, 8, requires_grad=True)
+        targets = torch.randint(0, 97, (11,))
+        whole = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
+        inputs = (hidden, *head.parameters())
+        expected = torch.autograd.grad(whole * 0.3, inputs)
+        ours = chunked_cross_entropy(hidden, head, targets, chunk=chunk)
+        found = torch.autograd.grad(ours * 0.3, inputs)
+        assert abs(float((ours - whole).detach())) < 1e-5
+        for one, other in zip(found, expected, strict=True):
+            assert float((one - other).abs().max()) < 1e-6
+
+    def test_a_frozen_head_gets_no_gradient(self) -> None:
+        head = torch.nn.Linear(8, 97).requires_grad_(False)
+        hidden = torch.randn(3, 8, requires_grad=True)
+        chunked_cross_entropy(hidden, head, torch.tensor([1, 2, 3])).backward()
+        assert head.weight.grad is None
+        assert hidden.grad is not None
+
+    def test_large_logits_do_not_overflow(self) -> None:
+        head = torch.nn.Linear(1, 3, bias=False)
+        head.weight.data = torch.tensor([[1e4], [0.0], [-1e4]])
+        loss = chunked_cross_entropy(torch.ones(2, 1), head, torch.tensor([0, 1]))
+        assert float(loss.detach()) == 1e4
+
+    def test_c55_bf16_logits_are_summed_in_fp32(self) -> None:
+        torch.manual_seed(0)
+        head = torch.nn.Linear(32, 8000, bias=False).bfloat16()
+        hidden = torch.randn(256, 32).bfloat16() * 8
+        targets = torch.randint(0, 8000, (256,))
+        exact = torch.nn.functional.cross_entropy(hidden.float() @ head.weight.float().T, targets)
+        loss = chunked_cross_entropy(hidden, head, targets)
+        assert loss.dtype == torch.float32
+        assert abs(float((loss / 256 - exact).detach())) < 1e-3
+
+    def test_c54_under_autocast_gradients_stay_fp32(self) -> None:
+        head = torch.nn.Linear(8, 97)
+        hidden = torch.randn(5, 8, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = chunked_cross_entropy(hidden, head, torch.arange(5))
+        loss.backward()
+        assert {hidden.grad.dtype, head.weight.grad.dtype, loss.dtype} == {torch.float32}
+
+    def test_the_full_logits_are_never_held(self) -> None:
+        """Peak of one forward and backward pass: a chunk of logits, not all of them."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Largest(TorchDispatchMode):
+            size = 0
+
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+                out = func(*args, **(kwargs or {}))
+                for tensor in out if isinstance(out, list | tuple) else [out]:
+                    if isinstance(tensor, torch.Tensor):
+                        self.size = max(self.size, tensor.numel())
+                return out
+
+        head = torch.nn.Linear(4, 500, bias=False)
+        hidden = torch.randn(1000, 4, requires_grad=True)
+        with Largest() as largest:
+            targets = torch.zeros(1000, dtype=torch.int64)
+            chunked_cross_entropy(hidden, head, targets, chunk=50).backward()
+        assert largest.size == 50 * 500
+
+
+class TestMasks:
+    """Who sees whom."""
+
+    def test_documents_and_padding_are_apart(self) -> None:
+        mask = block_mask(torch.tensor([[1, 1, 2, 0]]), torch.float32)
+        assert (mask == 0)[0, 0].tolist() == [
+            [True, False, False, False],
+            [True, True, False, False],
+            [False, False, True, False],
+            [False, False, False, True],
+        ]
+        assert float(mask.min()) == torch.finfo(torch.float32).min
+
+    def test_a_window_ends_the_view_back(self) -> None:
+        mask = block_mask(torch.ones(1, 4, dtype=torch.int64), torch.bfloat16, window=2)
+        assert (mask == 0)[0, 0].sum(dim=1).tolist() == [1, 2, 2, 2]
+        assert mask.dtype == torch.bfloat16
+
+    @torch.no_grad()
+    def test_a_model_whose_every_layer_has_a_window(self) -> None:
+        model = tiny.mistral(sliding_window=8)
+        module = _module(model)
+        rows = tiny.examples((20, 30))
+        packed = module(**_packed(rows).inputs(), logits=True)[0]
+        alone = [model(torch.tensor([row.input_ids])).logits[0] for row in rows]
+        assert float((packed - torch.cat(alone)).abs().max()) < 1e-5
+        without = tiny.mistral(sliding_window=None)
+        far = without(torch.tensor([rows[0].input_ids])).logits[0]
+        assert float((far - alone[0]).abs().max()) > 1e-3
+
+    @torch.no_grad()
+    def test_a_model_that_mixes_windows_and_full_layers(self) -> None:
+        model = _gemma2()
+        module = _module(model)
+        rows = tiny.examples((20, 30))
+        if not HAS_LAYER_TYPES:
+            assert probe(module, module, device="cpu", max_length=50).padded
+            return
+        assert attention_window(model.config) == Window(8, "mixed")
+        packed = module(**_packed(rows).inputs(), logits=True)[0]
+        alone = [model(torch.tensor([row.input_ids])).logits[0] for row in rows]
+        assert float((packed - torch.cat(alone)).abs().max()) < 1e-5
+
+    def test_windows_that_no_mask_can_express_get_padded_rows(self) -> None:
+        model = tiny.mistral(sliding_window=30)
+        model.config.layer_types = ["sliding_attention", "linear_attention"]
+        module = _module(model)
+        assert not probe(module, module, device="cpu", max_length=30).padded
+        with pytest.raises(ValueError, match="a row of 45 tokens is longer than the attention"):
+            module(**_packed(tiny.examples((20, 25))).inputs())
+        result = probe(module, module, device="cpu", max_length=31)
+        assert result.padded
+        assert "no mask can express" in result.reasons[0]
+
+    @pytest.mark.parametrize(
+        ("settings", "expected"),
+        [
+            ({}, None),
+            ({"sliding_window": None}, None),
+            ({"sliding_window": 8, "use_sliding_window": False}, None),
+            ({"sliding_window": 8}, Window(8, "all")),
+            ({"sliding_window": 8, "sliding_window_pattern": 6}, Window(8, "unknown")),
+            ({"sliding_window": 8, "max_window_layers": 1}, Window(8, "unknown")),
+            ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
+            ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, Window(8, "all")),
+            (
+                {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+                Window(8, "mixed"),
+            ),
+            (
+                {"attention_chunk_size": 8, "layer_types": ["chunked_attention"]},
+                Window(8, "unknown"),
+            ),
+        ],
+    )
+    def test_what_a_configuration_asks_for(
+        self, settings: dict[str, Any], expected: Window | None
+    ) -> None:
+        from types import SimpleNamespace
+
+        assert attention_window(SimpleNamespace(model_type="x", **settings)) == expected
+
+
+def _gemma2() -> Any:
+    """Soft-capped logits, and a window in every other layer."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        sliding_window=8,
+        pad_token_id=None,
+    )
+    return Gemma2ForCausalLM(config).float()
+
+
+class TestProbe:
+    """What is proven before the first step, and what is fallen back to."""
+
+    @pytest.mark.parametrize("name", ["llama", "tied"])
+    def test_a_plain_model_passes(self, name: str) -> None:
+        module = _module(NAMES[name]())
+        result = probe(module, module, device="cpu", max_length=64)
+        assert (result.own_logits, result.padded, result.reasons) == (False, False, ())
+        assert result.loss_difference < 1e-6
+        assert result.packing_difference < 1e-6
+
+    def test_a_head_with_a_soft_cap_is_not_trusted(self) -> None:
+        model = _gemma2()
+        module = _module(model)
+        result = probe(module, module, device="cpu", max_length=8)
+        assert result.own_logits
+        assert "the model's logits are more than its head's" in result.reasons[-1]
+        assert result.padded != HAS_LAYER_TYPES
+        rows = tiny.examples((3, 7, 5))
+        expected_loss, expected = reference.gradients(model, rows)
+        loss, found = _gradients(module, _separate(rows[:1]), _separate(rows[1:]))
+        assert abs(loss - expected_loss) < 1e-6
+        assert reference.difference(found, expected) < 1e-6
+
+    def test_c25_a_family_that_mixes_packed_documents_gets_padded_rows(self) -> None:
+        from transformers import MambaConfig, MambaForCausalLM
+
+        config = MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+        torch.manual_seed(0)
+        module = _module(MambaForCausalLM(config).float())
+        result = probe(module, module, device="cpu", max_length=64)
+        assert result.padded
+        assert "the model takes no position ids" in result.reasons[0]
+        rows = tiny.examples((3, 7, 5))
+        expected_loss, _ = reference.gradients(module.model, rows)
+        assert abs(_gradients(module, _separate(rows))[0] - expected_loss) < 1e-6
+
+    def test_a_mask_without_effect_is_noticed(self) -> None:
+        module = _module(tiny.llama())
+        module.decoder.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, kwargs | {"attention_mask": None}), with_kwargs=True
+        )
+        if HAS_LAYER_TYPES:  # Since 4.53 restarting positions alone keep documents apart.
+            module.decoder.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, kwargs | {"position_ids": None}), with_kwargs=True
+            )
+        result = probe(module, module, device="cpu", max_length=64)
+        assert result.padded
+        assert "packed documents differ from separate ones" in result.reasons[0]
+
+    def test_a_refused_mask_is_not_the_end(self) -> None:
+        def refuse(_: Any, args: Any, kwargs: Any) -> None:
+            if kwargs.get("attention_mask") is not None:
+                raise ValueError("no such mask")
+
+        module = _module(tiny.llama())
+        module.decoder.register_forward_pre_hook(refuse, with_kwargs=True)
+        result = probe(module, module, device="cpu", max_length=64)
+        assert result.padded
+        assert "refuses a block mask (ValueError: no such mask)" in result.reasons[0]
+
+    def test_trouble_of_the_machine_is_raised(self) -> None:
+        def fail(_: Any, args: Any, kwargs: Any) -> None:
+            if kwargs.get("attention_mask") is not None:
+                raise torch.OutOfMemoryError("full")
+
+        module = _module(tiny.llama())
+        module.decoder.register_forward_pre_hook(fail, with_kwargs=True)
+        with pytest.raises(torch.OutOfMemoryError):
+            probe(module, module, device="cpu", max_length=64)
+
+    def test_a_broken_model_is_not_trained(self) -> None:
+        model = tiny.llama()
+        model.lm_head.weight.data[3, 3] = float("nan")
+        module = _module(model)
+        with pytest.raises(RuntimeError, match="logits are not finite before the first step"):
+            probe(module, module, device="cpu", max_length=64)
+
+    def test_bf16_has_its_own_tolerance(self) -> None:
+        module = _module(tiny.llama())
+        module.autocast = torch.bfloat16
+        result = probe(module, module, device="cpu", max_length=64)
+        assert (result.own_logits, result.padded) == (False, False)
+        assert 1e-5 < result.packing_difference < 0.1
+        assert result.loss_difference < 2e-2
+
+    def test_training_does_not_notice(self) -> None:
+        model = tiny.gpt2(resid_pdrop=0.5)
+        module = _module(model).train()
+        state = torch.get_rng_state()
+        probe(module, module, device="cpu", max_length=64)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(part.training for part in module.modules())
+        assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_inference_restores_the_mode_of_every_module() -> None:
+    module = _module(tiny.llama()).train()
+    module.model.lm_head.eval()
+    state = torch.get_rng_state()
+    with inference(module):
+        assert not any(part.training for part in module.modules())
+        assert not torch.is_grad_enabled()
+        torch.rand(3)
+    assert not module.model.lm_head.training
+    assert module.model.model.training
+    assert torch.equal(torch.get_rng_state(), state)

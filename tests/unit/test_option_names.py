@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from dbx_llmtrain import config_checks, option_names
+from dbx_llmtrain.config import TrainConfig, field_paths
+from dbx_llmtrain.errors import ConfigError
+from dbx_llmtrain.option_names import OPTIONS
+
+
+def test_every_row_leads_to_a_field_or_says_why_not() -> None:
+    """A field is one that lives, or one that is refused by name until it does."""
+    for option in OPTIONS:
+        assert option.name, option
+        if option.ours is None:
+            assert option.note, option
+            continue
+        path = ".".join(option.ours.split(".")[:2])
+        assert path in field_paths() or config_checks.not_yet(path, None), option
+
+
+def test_names_are_unique_within_a_source() -> None:
+    twice = Counter((option.source, option.name) for option in OPTIONS)
+    assert [key for key, count in twice.items() if count > 1] == []
+    assert len(OPTIONS) > 400
+
+
+def test_every_hugging_face_argument_is_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    known = {option.name for option in OPTIONS if option.source == option_names.HF}
+    theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert theirs - known == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("num_train_epochs", "train.epochs"),
+        ("train.num-train-epochs", "train.epochs"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("max_seq_length", "data.max_length"),
+        ("distributed_type", "parallel.kind"),
+        ("fsdp_config.fsdp_sharding_strategy", "parallel.shard"),
+        ("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
+        ("zero_optimization.stage", "parallel.stage"),
+        ("optimizer.params.lr", "train.learning_rate"),
+        ("bf16.enabled", "train.precision"),
+        ("lr", "train.learning_rate"),
+        ("optim.sched.name", "train.schedule"),
+        ("global_batch_size", "train.global_batch_size"),
+        ("lora_alpha", "model.lora.alpha"),
+    ],
+)
+def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
+    found = option_names.find(name)
+    assert found is not None
+    assert found.ours == ours
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("device_map", "parallel.kind"),
+        ("_n_gpu", "DataParallel"),
+        ("tensor_model_parallel_size", "tensor parallelism"),
+        ("pipeline_model_parallel_size", "pipeline parallelism"),
+        ("sequence_parallel", "sequence"),
+        ("context_parallel_size", "context"),
+        ("rampup_batch_size", "the same in every step"),
+        ("fp8_config", "fp8 is not supported"),
+        ("mpirun_config", "MPI"),
+        ("tpu_num_cores", "TPUs are not supported"),
+        ("report_to", "MLflow"),
+        ("wandb", "MLflow"),
+        ("push_to_hub", "huggingface_hub"),
+    ],
+)
+def test_what_we_do_not_have_is_said_with_the_reason(name: str, reason: str) -> None:
+    found = option_names.find(name)
+    assert found is not None
+    assert found.ours is None
+    assert "has no counterpart here" in found.hint()
+    assert reason in found.note
+
+
+@pytest.mark.parametrize(
+    "name", ["enabled", "tracking.enabled", "data.type", "no_such_option", "x"]
+)
+def test_vague_and_unknown_names_are_not_found(name: str) -> None:
+    assert option_names.find(name) is None
+
+
+def test_nearest() -> None:
+    valid = field_paths()
+    assert option_names.nearest("train.learning_rat", valid) == "train.learning_rate"
+    assert option_names.nearest("micro_batchsize", valid) == "train.micro_batch_size"
+    assert option_names.nearest("zzzzzz", valid) is None
+
+
+def test_the_error_for_an_unknown_key_says_the_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(
+            model={"source": "m", "device_map": "auto"},
+            data={"train": "t"},
+            train={"num_train_epochs": 1, "warmup_ratio": 0.1},
+        )
+    text = str(caught.value)
+    assert "train.num_train_epochs: unknown key: Hugging Face's name for train.epochs" in text
+    assert "Hugging Face's name for train.warmup (a share of the run when below 1)" in text
+    assert "device_map has no counterpart here: every rank has one device" in text

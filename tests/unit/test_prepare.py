@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.config import ModelConfig, TrainConfig
+from dbx_llmtrain.driver.prepare import prepare_data
+from dbx_llmtrain.driver.sources import resolve_model
+from dbx_llmtrain.errors import ConfigError, DataError
+from dbx_llmtrain.records import ModelInfo, PreparedData
+from dbx_llmtrain.text.prepared import Split
+from tests import tiny
+
+EOS = 2
+WORDS = "the cat sat on the mat and the dog sat on the log".split()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    """A model whose tokenizer has no chat template."""
+    folder = tiny.model_folder(tmp_path_factory.mktemp("plain"), chat_template=None)
+    return resolve_model(ModelConfig(source=str(folder)), folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    folder = tiny.model_folder(tmp_path_factory.mktemp("chatty"))
+    return resolve_model(ModelConfig(source=str(folder)), folder / "cache")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def prompts(count: int, *, answer: int = 3) -> list[dict[str, str]]:
+    return [
+        {"prompt": f"question {i}", "completion": " ".join((WORDS * 3)[i % 5 : i % 5 + answer])}
+        for i in range(count)
+    ]
+
+
+def prepare(
+    tmp_path: Path, model: ModelInfo, rows: list[dict[str, Any]] | None = None, **data: Any
+) -> PreparedData:
+    if rows is not None:
+        data["train"] = str(write(tmp_path / "train.jsonl", rows))
+    settings = {"max_length": 64} | data
+    cfg = TrainConfig(model={"source": model.source}, data=settings)
+    return prepare_data(cfg, model, tmp_path / "cache", progress=lambda rows: None)
+
+
+def split_of(data: PreparedData, name: str = "train") -> Split:
+    return Split(Path(data.artifact.source) / name)
+
+
+def keys_of(data: PreparedData, name: str = "train") -> list[str]:
+    split = split_of(data, name)
+    return [key for example in range(len(split)) for key in split.keys(example)]
+
+
+def documents(data: PreparedData, name: str = "train") -> list[tuple[list[int], list[bool]]]:
+    split = split_of(data, name)
+    return [
+        (ids.tolist(), marks.tolist())
+        for example in range(len(split))
+        for ids, marks in split.documents(example)
+    ]
+
+
+def test_a_prepared_folder_is_complete_and_counted(tmp_path: Path, plain: ModelInfo) -> None:
+    data = prepare(tmp_path, plain, prompts(20), eval=0.25)
+    folder = tmp_path / "cache" / "data" / data.artifact.fingerprint
+    assert data.artifact.source == str(folder)
+    assert storage.read_manifest(folder) is not None
+    names = {"train/rows.arrow", "train/packs.arrow", "eval/rows.arrow", "eval/packs.arrow"}
+    assert {entry.path for entry in data.artifact.files} == names
+    assert data.format == "prompt_completion"
+    assert data.sources == {"train": str(tmp_path / "train.jsonl")}
+    assert data.end_tokens == (EOS,)
+
+    train, audit = documents(data), data.audit
+    assert audit.read_rows == 20 == audit.train_rows + audit.eval_rows
+    assert 0 < audit.eval_rows == data.eval_rows < 20
+    assert len(train) == audit.train_rows == audit.trained_end_tokens
+    assert audit.tokens == sum(len(ids) for ids, _ in train)
+    assert audit.trained_tokens == sum(sum(marks) for _, marks in train)
+    assert audit.packs == data.train_examples == len(split_of(data))
+    assert data.eval_examples == len(split_of(data, "eval"))
+    assert audit.packing_efficiency == audit.tokens / (audit.packs * 64)
+
+
+def test_the_held_out_rows_depend_on_content_not_on_position(
+    tmp_path: Path, plain: ModelInfo
+) -> None:
+    rows = prompts(40)
+    first = prepare(tmp_path, plain, rows, eval=0.3)
+    second = prepare(tmp_path, plain, rows[::-1], eval=0.3)
+    assert first.artifact.fingerprint != second.artifact.fingerprint
+    assert set(keys_of(first, "eval")) == set(keys_of(second, "eval"))
+    assert not set(keys_of(first, "eval")) & set(keys_of(first))
+    more = prepare(tmp_path, plain, [*rows, *prompts(60)[40:]], eval=0.3)
+    assert set(keys_of(first, "eval")) <= set(keys_of(more, "eval"))
+
+
+def test_a_repeated_row_is_never_on_both_sides(tmp_path: Path, plain: ModelInfo) -> None:
+    data = prepare(tmp_path, plain, prompts(20) * 3, eval=0.25)
+    assert len(keys_of(data, "eval")) % 3 == 0
+    assert not set(keys_of(data, "eval")) & set(keys_of(data))
+
+
+def test_held_out_rows_of_their_own_file(tmp_path: Path, plain: ModelInfo) -> None:
+    held_out = write(tmp_path / "eval.jsonl", [{"text": "the cat"}, {"text": " "}])
+    data = prepare(tmp_path, plain, prompts(5), eval=str(held_out))
+    assert (data.audit.train_rows, data.audit.eval_rows, data.audit.read_rows) == (5, 1, 7)
+    assert data.audit.dropped == {"empty text": 1}
+    assert data.sources["eval"] == str(held_out)
+
+
+def test_without_held_out_rows_there_is_no_eval_folder(tmp_path: Path, plain: ModelInfo) -> None:
+    data = prepare(tmp_path, plain, prompts(5))
+    assert {entry.path for entry in data.artifact.files} == {
+        "train/rows.arrow",
+        "train/packs.arrow",
+    }
+    assert (data.eval_rows, data.eval_examples) == (0, 0)
+
+
+def test_chats_are_trained_on_their_answers(tmp_path: Path, chatty: ModelInfo) -> None:
+    tokenizer = tiny.tokenizer()
+    data = prepare(tmp_path, chatty, prompts(3))
+    expected = [row["completion"] + "<|im_end|>" for row in prompts(3)]
+    found = [
+        tokenizer.decode([id_ for id_, mark in zip(ids, marks, strict=True) if mark])
+        for ids, marks in documents(data)
+    ]
+    assert found == expected
+    assert data.end_tokens == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_c15_every_dropped_row_is_counted(tmp_path: Path, plain: ModelInfo) -> None:
+    long = {"prompt": "question " * 40, "completion": "yes"}
+    rows = [row for short in prompts(4) for row in (short, long)]
+    audit = prepare(tmp_path, plain, rows, max_length=40).audit
+    assert audit.dropped == {"answer cut away by data.max_length": 4}
+    assert (audit.read_rows, audit.train_rows) == (8, 4)
+    audit = prepare(tmp_path, plain, rows, max_length=40, overflow="drop").audit
+    assert audit.dropped == {"longer than data.max_length": 4}
+
+
+def test_c16_eos_is_trained_in_rows_that_are_not_cut(tmp_path: Path, plain: ModelInfo) -> None:
+    rows = [{"text": "the cat"}, {"text": "the cat sat on the mat " * 20}] * 2
+    data = prepare(tmp_path, plain, rows, packing=False)
+    trained = [
+        id_ for ids, marks in documents(data) for id_, mark in zip(ids, marks, strict=True) if mark
+    ]
+    assert trained.count(EOS) == 2 == data.audit.trained_end_tokens
+    assert data.audit.truncated_rows == 2
+    assert data.train_examples == 4
+
+
+def test_c18_a_token_without_an_embedding_is_named(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tiny.model_folder(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(folder)
+    model = resolve_model(ModelConfig(source=str(folder)), tmp_path / "cache")
+    with pytest.raises(
+        ConfigError, match=r"model\.source: .*token '<extra>' the id 320, but .*320"
+    ):
+        prepare(tmp_path, model, prompts(3))
+
+
+def test_nothing_left_to_train_on(tmp_path: Path, plain: ModelInfo) -> None:
+    rows = [{"text": " "}, {"text": ""}]
+    with pytest.raises(DataError, match=r"of 2 rows none is left to train on .*2: empty text\)"):
+        prepare(tmp_path, plain, rows)
+    assert not (tmp_path / "cache" / "data").exists()
+
+
+def test_nothing_left_to_evaluate_on(tmp_path: Path, plain: ModelInfo) -> None:
+    with pytest.raises(DataError, match=r"of 3 rows none is left to evaluate on: give data\.eval"):
+        prepare(tmp_path, plain, prompts(3), eval=1e-9)
+
+
+def test_bad_rows_are_reported_together(tmp_path: Path, plain: ModelInfo) -> None:
+    rows = [*prompts(2), {"prompt": 1, "completion": "x"}, {"prompt": "x"}, *prompts(2)]
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path, plain, rows)
+    lines = str(caught.value).splitlines()
+    path = tmp_path / "train.jsonl"
+    assert lines == [
+        "2 rows cannot be used:",
+        f"  - {path}, line 3: column 'prompt': expected a string, found int '1'",
+        f"  - {path}, line 4: expected a column 'completion', found prompt",
+    ]
+
+
+def test_reading_stops_after_many_bad_rows(tmp_path: Path, plain: ModelInfo) -> None:
+    rows = [*prompts(1), *[{"prompt": 1, "completion": "x"}] * 50]
+    with pytest.raises(DataError, match=r"10 rows cannot be used \(reading stopped there\)"):
+        prepare(tmp_path, plain, rows)
+    with pytest.raises(DataError, match="1 row cannot be used"):
+        prepare(tmp_path, plain, rows[:2])
+
+
+def test_text_cannot_be_trained_on_answers(tmp_path: Path, plain: ModelInfo) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_on: plain text has no answers"):
+        prepare(tmp_path, plain, [{"text": "a"}], train_on="completion")
+
+
+def test_messages_need_a_template(tmp_path: Path, plain: ModelInfo) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    with pytest.raises(ConfigError, match=r"model\.source: the tokenizer has no chat template"):
+        prepare(tmp_path, plain, rows)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = tiny.model_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{")
+    model = resolve_model(ModelConfig(source=str(folder)), tmp_path / "cache")
+    with pytest.raises(ConfigError, match=r"model\.source: the tokenizer of .* cannot be loaded"):
+        prepare(tmp_path, model, prompts(3))
+
+
+def times(data: PreparedData) -> list[int]:
+    folder = Path(data.artifact.source)
+    return [(folder / entry.path).stat().st_mtime_ns for entry in data.artifact.files]
+
+
+def test_the_same_data_is_prepared_once(tmp_path: Path, plain: ModelInfo) -> None:
+    first = prepare(tmp_path, plain, prompts(5), eval=0.5)
+    written = times(first)
+    source = tmp_path / "train.jsonl"
+    assert prepare(tmp_path, plain, train=str(source), eval=0.5) == first
+    assert times(first) == written
+
+
+def test_a_folder_that_is_not_complete_is_made_again(tmp_path: Path, plain: ModelInfo) -> None:
+    source = str(write(tmp_path / "train.jsonl", prompts(5)))
+    first = prepare(tmp_path, plain, train=source)
+    rows = Path(first.artifact.source) / "train" / "rows.arrow"
+    whole = rows.read_bytes()
+    rows.write_bytes(whole[:-8])
+    assert prepare(tmp_path, plain, train=source) == first
+    assert rows.read_bytes() == whole
+    manifest = Path(first.artifact.source) / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["prepared"]["audit"]
+    manifest.write_text(json.dumps(content))
+    assert prepare(tmp_path, plain, train=source) == first
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_length": 63},
+        {"packing": False},
+        {"train_on": "all"},
+        {"overflow": "drop"},
+        {"eval": 0.4},
+        {"format": "prompt_completion"},
+    ],
+)
+def test_another_setting_is_another_data_set(
+    tmp_path: Path, plain: ModelInfo, change: dict[str, Any]
+) -> None:
+    source = str(write(tmp_path / "train.jsonl", prompts(12)))
+    names = {prepare(tmp_path, plain, train=source).artifact.fingerprint}
+    names.add(prepare(tmp_path, plain, train=source, **change).artifact.fingerprint)
+    assert len(names) == 2
+
+
+def test_another_tokenizer_or_file_is_another_data_set(
+    tmp_path: Path, plain: ModelInfo, chatty: ModelInfo
+) -> None:
+    source = write(tmp_path / "train.jsonl", prompts(5))
+    names = {
+        prepare(tmp_path, model, train=str(source)).artifact.fingerprint
+        for model in (plain, chatty)
+    }
+    os.utime(source, ns=(1, 1))
+    names.add(prepare(tmp_path, plain, train=str(source)).artifact.fingerprint)
+    assert len(names) == 3
+
+
+def test_progress_is_reported_row_by_row(tmp_path: Path, plain: ModelInfo) -> None:
+    source = write(tmp_path / "train.jsonl", prompts(5))
+    cfg = TrainConfig(model={"source": "x"}, data={"train": str(source), "max_length": 64})
+    seen: list[int] = []
+    prepare_data(cfg, plain, tmp_path / "cache", progress=seen.append)
+    assert seen == [1, 2, 3, 4, 5]
+
+
+def test_a_quick_preparation_shows_no_bar(
+    tmp_path: Path, plain: ModelInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "train.jsonl", prompts(5))
+    cfg = TrainConfig(model={"source": "x"}, data={"train": str(source), "max_length": 64})
+    prepare_data(cfg, plain, tmp_path / "cache")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,536 @@
+from __future__ import annotations
+
+import csv
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dbx_llmtrain import storage
+from dbx_llmtrain.config import ModelConfig, SourceConfig
+from dbx_llmtrain.driver.sources import only_on_driver, read_rows, resolve_model, source_files
+from dbx_llmtrain.errors import ConfigError, DataError
+from tests import tiny
+
+ROWS = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(5)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# Rows ----------------------------------------------------------------------------------------
+
+
+def test_jsonl_rows_know_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"a": 1}\n\n{"a": "\u3042"}\n', encoding="utf-8")
+    assert list(read_rows(str(path))) == [
+        ({"a": 1}, f"{path}, line 1"),
+        ({"a": "\u3042"}, f"{path}, line 3"),
+    ]
+
+
+def test_json_csv_and_parquet_give_the_same_rows(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS), encoding="utf-8")
+    with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    parquet.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    for name, where in (("json", "row 2"), ("csv", "line 3"), ("parquet", "row 2")):
+        found = list(read_rows(str(tmp_path / f"rows.{name}")))
+        assert [row for row, _ in found] == ROWS
+        assert found[1][1] == f"{tmp_path}/rows.{name}, {where}"
+
+
+def test_a_pattern_reads_its_files_in_order(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ROWS[2:])
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:2])
+    rows = [row for row, _ in read_rows(f"{tmp_path}/*.jsonl")]
+    assert rows == ROWS
+
+
+def test_max_rows(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    rows = [row for row, _ in read_rows(SourceConfig(path=str(path), max_rows=2))]
+    assert rows == ROWS[:2]
+
+
+def test_messages_of_a_parquet_file_are_lists_of_dicts(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"messages": [{"role": "user", "content": "a"}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert [row for row, _ in read_rows(str(tmp_path / "rows.parquet"))] == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", b'{"a": 1}\n{"a": \n', "x.jsonl, line 2: expected a JSON object: Expecting"),
+        ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
+        ("x.jsonl", b"\n", "x.jsonl has no rows"),
+        ("x.jsonl", b'{"a": "\xff"}\n', "x.jsonl: expected UTF-8 text"),
+        ("x.json", b'{"a": 1}\n{"a": 2}\n', "x.json: expected a JSON list of objects: Extra data"),
+        ("x.json", b'{"a": 1}', "x.json: expected a JSON list of objects, found dict"),
+        ("x.json", b"[1]", "x.json, row 1: expected a JSON object, found int"),
+        ("x.json", b'["\xff"]', "x.json: expected UTF-8 text"),
+        ("x.json", b"[]", "x.json has no rows"),
+        ("x.csv", b"a,b\n1\n", "x.csv, line 2: expected 2 fields as in the first line"),
+        ("x.csv", b"a\n1,2\n", "x.csv, line 2: expected 1 fields as in the first line"),
+        ("x.csv", b'a\n"1"2\n', "x.csv, after line 1: ',' expected after"),
+        ("x.csv", b"", "x.csv has no rows"),
+        ("x.parquet", b"PAR", "x.parquet: expected a Parquet file"),
+        ("x.txt", b"a", "x.txt: expected a file that ends in .jsonl, .json, .csv, .parquet"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_rows(str(tmp_path / name)))
+    assert message in str(caught.value)
+
+
+def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no file .*none\.jsonl \(looked for"):
+        source_files(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="no file"):
+        source_files(f"{tmp_path}/*.jsonl")
+    with pytest.raises(DataError, match=r"is a folder: give a file or a pattern such as"):
+        source_files(str(tmp_path))
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    rows = read_rows(str(path))
+    next(rows)
+    assert source_files(str(path)) == [path]
+    path.unlink()
+    with pytest.raises(DataError, match="no file"):
+        list(read_rows(str(path)))
+
+
+# Models --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model_folder(tmp_path_factory.mktemp("model"))
+
+
+def copy_of(model: Path, target: Path) -> Path:
+    for path in model.iterdir():
+        storage.copy_file(path, target / path.name)
+    return target
+
+
+def resolve(source: Any, cache: Path, **settings: Any) -> Any:
+    return resolve_model(ModelConfig(source=str(source), **settings), cache)
+
+
+def test_a_folder_is_used_as_it_is_without_the_files_it_does_not_need(
+    model: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(model, tmp_path / "model")
+    (folder / "README.md").write_text("x")
+    (folder / "consolidated.safetensors").write_bytes(b"x")
+    info = resolve(folder, tmp_path / "cache")
+    assert info.artifact.source == str(folder)
+    assert {entry.path for entry in info.artifact.files} == {path.name for path in model.iterdir()}
+    assert info.artifact.files == storage.entries(
+        folder, [folder / entry.path for entry in info.artifact.files]
+    )
+    assert (info.model_type, info.vocab_size, info.max_positions) == ("llama", 320, 128)
+    assert info.parameters == sum(p.numel() for p in tiny.llama(vocab_size=320).parameters())
+    assert (info.revision, info.sliding_window) == (None, None)
+
+
+def test_the_fingerprint_is_of_the_content(model: Path, tmp_path: Path) -> None:
+    one = resolve(model, tmp_path / "cache").artifact
+    two = resolve(copy_of(model, tmp_path / "copy"), tmp_path / "cache").artifact
+    assert one.fingerprint == two.fingerprint
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(config.read_text() + "\n")
+    changed = resolve(tmp_path / "copy", tmp_path / "cache").artifact
+    assert changed.fingerprint != one.fingerprint
+
+
+def test_a_file_is_hashed_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[Path] = []
+    real = storage.hash_file
+    monkeypatch.setattr(storage, "hash_file", lambda path: (hashed.append(path), real(path))[1])
+    first = resolve(model, tmp_path)
+    assert sorted(hashed) == sorted(model.iterdir())
+    assert resolve(model, tmp_path) == first
+    assert len(hashed) == len(first.artifact.files)
+
+
+def test_shards_are_those_that_the_index_names(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny.llama(vocab_size=320).save_pretrained(folder, max_shard_size="40KB")
+    tiny.tokenizer().save_pretrained(folder)
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    (folder / "model-extra.safetensors").write_bytes(b"x")
+    info = resolve(folder, tmp_path)
+    names = [entry.path for entry in info.artifact.files]
+    assert [name for name in names if name.endswith(".safetensors")] == shards
+    assert "model.safetensors.index.json" in names
+    (folder / shards[1]).unlink()
+    with pytest.raises(ConfigError, match=f"has no {shards[1]}, which its model.safetensors.ind"):
+        resolve(folder, tmp_path)
+
+
+def test_sliding_window_counts_where_the_model_uses_it(tmp_path: Path) -> None:
+    tiny.mistral(sliding_window=8, vocab_size=320).save_pretrained(tmp_path / "m")
+    tiny.tokenizer().save_pretrained(tmp_path / "m")
+    assert resolve(tmp_path / "m", tmp_path).sliding_window == 8
+
+
+def test_only_on_driver() -> None:
+    volume = Path("/Volumes/main/x/runs/.cache")
+    assert only_on_driver(Path("/local_disk0/model"), volume)
+    assert not only_on_driver(Path("/Volumes/main/x/model"), volume)
+    assert not only_on_driver(Path("/home/me/model"), Path("/home/me/runs/.cache"))
+
+
+def test_a_folder_that_only_the_driver_sees_is_copied(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbx_llmtrain.driver.sources._SHARED_ROOTS", (str(tmp_path / "shared"),))
+    for _ in range(2):
+        artifact = resolve(model, tmp_path / "shared" / "cache").artifact
+        folder = tmp_path / "shared" / "cache" / "models" / artifact.fingerprint
+        assert artifact.source == str(folder)
+        files = [folder / entry.path for entry in artifact.files]
+        assert storage.entries(folder, files) == artifact.files
+
+
+def remove(name: str) -> Any:
+    return lambda folder: (folder / name).unlink()
+
+
+def only_bin(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def only_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def only_gguf(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "x.gguf")
+
+
+def edit(**changes: Any) -> Any:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove("config.json"), "has no config.json"),
+        (only_adapter, "has no config.json, only an adapter: merge it into its base model first"),
+        (only_gguf, "x.gguf itself"),
+        (remove("model.safetensors"), "has no model.safetensors (nor model.safetensors.index"),
+        (only_bin, "has no model.safetensors, only pytorch_model.bin, an older format: convert"),
+        (remove("tokenizer.json"), "has no tokenizer: expected one of tokenizer.json, "),
+        (edit(model_type="unheard_of"), "transformers cannot read its config.json"),
+        (edit(model_type="t5"), "is of type t5: expected a causal language model"),
+        (edit(quantization_config={"quant_method": "gptq", "bits": 4}), "has quantised weights"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\x05" + b"\0" * 9),
+            "model.safetensors is not a safetensors file",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+            "model.safetensors.index.json is broken",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_trained_is_refused(
+    model: Path, tmp_path: Path, change: Any, message: str
+) -> None:
+    folder = copy_of(model, tmp_path / "model")
+    change(folder)
+    with pytest.raises(ConfigError) as caught:
+        resolve(folder, tmp_path / "cache")
+    (problem,) = caught.value.problems
+    assert problem.path == "model.source"
+    assert message in problem.message
+    assert str(folder) in problem.message
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("/no/such/folder", "no folder, .gguf file or hub model /no/such/folder"),
+        ("dbfs:/Volumes/a/b", "(looked for /Volumes/a/b)"),
+        ("package:no_such_package/x.gguf", "no such package is installed"),
+        ("package:json", "expected package:NAME/FILE"),
+        ("package:a.b/x", "no such package is installed"),
+        ("package:json/none.gguf", "no folder, .gguf file or hub model package:json/none.gguf"),
+    ],
+)
+def test_a_source_that_is_not_there(source: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(source, tmp_path)
+    assert caught.value.problems[0].path == "model.source"
+    assert message in caught.value.problems[0].message
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"is a file: expected a folder, a \.gguf file or a hub"):
+        resolve(tmp_path / "model.bin", tmp_path)
+
+
+def test_a_folder_has_no_revisions(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.revision: only a hub model has revisions"):
+        resolve(model, tmp_path, revision="main")
+
+
+# GGUF ----------------------------------------------------------------------------------------
+
+
+def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
+    """A GGUF file of a tiny Llama with a byte-level BPE, as llama.cpp's converter writes it."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if number < 5 else 1 for number in range(len(tokens))])
+    writer.add_token_merges([" ".join(merge) for merge in state["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        base, kind = name.rsplit(".", 1)
+        for projection, count in heads.items():
+            if projection in name:  # llama.cpp interleaves the halves of every head
+                halves = tensor.reshape(count, 2, -1, tensor.shape[1])
+                tensor = halves.transpose(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"{names.get_name(base)}.{kind}", tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_becomes_a_folder_once(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = tiny.tokenizer(add_bos=False)
+    model = tiny.llama(tied=tied, vocab_size=len(tokenizer))
+    source = model.to(torch.bfloat16).float()
+    write_gguf(tmp_path / "tiny.gguf", source, tokenizer)
+    info = resolve(tmp_path / "tiny.gguf", tmp_path / "cache")
+    folder = Path(info.artifact.source)
+    assert folder == tmp_path / "cache" / "models" / info.artifact.fingerprint
+    assert storage.entries(folder, [folder / e.path for e in info.artifact.files]) == (
+        info.artifact.files
+    )
+    assert info.parameters == sum(p.numel() for p in source.parameters())
+
+    made = AutoModelForCausalLM.from_pretrained(folder)
+    assert made.dtype == torch.bfloat16
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        difference = made.float()(ids).logits - source.eval()(ids).logits
+    assert difference.abs().max() < 1e-5
+    words = AutoTokenizer.from_pretrained(folder)
+    for text in ("the cat sat", "<|im_start|>user\nhello<|im_end|>\n", "a\u3042 1"):
+        assert words(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert words.chat_template == tokenizer.chat_template
+    assert words.eos_token == "</s>"
+
+    made_at = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(tmp_path / "tiny.gguf", tmp_path / "cache") == info
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made_at
+
+
+def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + b"\0" * 100)
+    with pytest.raises(ConfigError, match=r"model\.source: .*x\.gguf cannot be read: "):
+        resolve(tmp_path / "x.gguf", tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "models").glob("*/manifest.json"))
+
+
+def test_a_file_in_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    package = tmp_path / "with_a_model"
+    copy_of(model, package / "data")
+    (package / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    info = resolve("package:with_a_model/data", tmp_path / "cache")
+    assert info.artifact.source == str(package / "data")
+    assert info.source == "package:with_a_model/data"
+
+
+# Hub -----------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+RESOLVE = """
+import sys
+from pathlib import Path
+from dbx_llmtrain.config import ModelConfig
+from dbx_llmtrain.driver.sources import resolve_model
+revision = sys.argv[3] if len(sys.argv) > 3 else None
+print(resolve_model(ModelConfig(source=sys.argv[1], revision=revision), Path(sys.argv[2]))
+      .model_dump_json())
+"""
+
+
+def hub_answer(folder: Path, path: str) -> tuple[int, dict[str, str], bytes]:
+    """What the hub answers of the model in ``folder``: the part that a download needs."""
+    files = sorted(folder.iterdir())
+    if path in ("/api/models/org/tiny", f"/api/models/org/tiny/revision/{COMMIT}"):
+        names = [{"rfilename": file.name} for file in files]
+        answer = {"id": "org/tiny", "sha": COMMIT, "siblings": names}
+        return 200, {}, json.dumps(answer).encode()
+    if path == f"/api/models/org/tiny/tree/{COMMIT}":
+        tree = [
+            {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": "0"}
+            for file in files
+        ]
+        return 200, {}, json.dumps(tree).encode()
+    if path.startswith(f"/org/tiny/resolve/{COMMIT}/"):
+        body = (folder / path.rsplit("/", 1)[1]).read_bytes()
+        return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{len(body)}"'}, body
+    if path.startswith("/api/models/org/tiny/revision/"):
+        return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+    if path.startswith("/api/models/org/gated"):
+        return 403, {"X-Error-Code": "GatedRepo"}, b""
+    return 404, {"X-Error-Code": "RepoNotFound"}, b""
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub with one model, and the requests that it got."""
+    folder = copy_of(model, tmp_path / "hub")
+    (folder / "pytorch_model.bin").write_bytes(b"not needed")
+    asked: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            asked.append(f"{self.command} {self.path}")
+            status, headers, body = hub_answer(folder, self.path.split("?")[0])
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def resolve_elsewhere(endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The hub's client reads its settings when it is imported, hence a process of its own."""
+    env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-c", RESOLVE, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_hub_model_is_downloaded_once_at_a_commit(
+    hub: tuple[str, list[str]], model: Path, tmp_path: Path
+) -> None:
+    endpoint, asked = hub
+    first = resolve_elsewhere(endpoint, "org/tiny", str(tmp_path / "cache"))
+    assert first.returncode == 0, first.stderr
+    info = json.loads(first.stdout.splitlines()[-1])
+    folder = Path(info["artifact"]["source"])
+    assert folder.parent == tmp_path / "cache" / "models"
+    assert info["revision"] == COMMIT
+    assert {path.name for path in folder.iterdir()} == {
+        *(path.name for path in model.iterdir()),
+        "manifest.json",
+    }
+    for path in model.iterdir():
+        assert (folder / path.name).read_bytes() == path.read_bytes()
+    assert not any("pytorch_model" in line for line in asked)
+
+    del asked[:]
+    again = resolve_elsewhere(endpoint, "org/tiny", str(tmp_path / "cache"))
+    assert json.loads(again.stdout.splitlines()[-1]) == info
+    assert [line for line in asked if "/org/" in line] == ["GET /api/models/org/tiny"]
+    # The commit itself needs no network: this process has none.
+    known = resolve("org/tiny", tmp_path / "cache", revision=COMMIT)
+    assert json.loads(known.model_dump_json()) == info
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("org/none",), "model.source: no folder org/none, and the Hugging Face hub did not give"),
+        (("org/gated",), "accept its licence on the hub, and set HF_TOKEN"),
+        (("org/tiny", "no-such"), "model.revision: org/tiny has no such revision on the hub"),
+    ],
+)
+def test_what_the_hub_refuses(
+    hub: tuple[str, list[str]], tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    source, *revision = arguments
+    done = resolve_elsewhere(hub[0], source, str(tmp_path), *revision)
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve("org/none", tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.path == "model.source"
+    assert "check that the driver can reach the hub, or download the model" in problem.message
