@@ -326,7 +326,10 @@ def _check_section(
     try:
         section = cls(**known)
     except ValidationError as error:
-        return None, problems + config_checks.from_pydantic(name, error)
+        # A required field that was refused by name is not missing.
+        told = {problem.path for problem in problems}
+        found = config_checks.from_pydantic(name, error)
+        return None, problems + [problem for problem in found if problem.path not in told]
     return section, problems
 
 

@@ -129,8 +129,11 @@ def from_pydantic(section: str, error: ValidationError) -> list[Problem]:
 
 def _expected(item: Any) -> str:
     message: str = item["msg"]
+    if item["type"] == "missing":
+        key = item["loc"][-1]
+        return f"a value for {f'item {key + 1}' if isinstance(key, int) else key}"
     inner = [str(key) for key in item["loc"][1:] if str(key).islower() and "[" not in str(key)]
-    where = f" ({inner[-1]})" if inner and item["type"] in ("missing", "extra_forbidden") else ""
+    where = f" ({inner[-1]})" if inner and item["type"] == "extra_forbidden" else ""
     message = message.removeprefix("Input should be ").removeprefix("Input should ")
     return (message[0].lower() + message[1:] if message else "another value") + where
 

@@ -8,8 +8,10 @@ the tasks that run once per node use it too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -159,7 +161,7 @@ class GrowingFile:
         self._local = local
         self._shared = shared
         self._every = every
-        self._published = 0.0
+        self._published = -math.inf
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         local.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +187,8 @@ class GrowingFile:
                 copy_file(self._local, temporary)
                 temporary.replace(self._shared)
             except OSError:
-                temporary.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
 
     def tail(self, size: int = 4000) -> str:
         """The last ``size`` bytes as text; bytes that are not UTF-8 become ``U+FFFD``."""

@@ -1,4 +1,4 @@
-"""The MLflow run. Only this module and ``driver/registry.py`` import mlflow.
+"""The MLflow run. Only this module and ``tracking_store.py`` import mlflow.
 
 The driver opens the run and ends it, so that its status is true whatever becomes of the ranks. What
 happens in between is logged by rank 0 itself where the store can be reached from a worker (http or
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS: dict[str, str] = {
-    "loss": "mean loss of the step's trained tokens, over all ranks",
+    "loss": "mean loss of the trained tokens since the last report, over all ranks",
     "learning_rate": "learning rate of the step",
     "grad_norm": "global norm of the step's gradient before clipping",
-    "tokens_per_second": "tokens of the step (pads not counted), over all ranks, in a second",
-    "seconds_per_step": "wall time of the step",
+    "tokens_per_second": "tokens (pads not counted) a second since the last report, over all ranks",
+    "seconds_per_step": "wall time of a step, mean since the last report",
     "rows_seen": "rows of the data trained on so far",
     "tokens_seen": "tokens (pads not counted) trained on so far",
     "trained_tokens_seen": "tokens with a label so far",

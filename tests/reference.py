@@ -18,7 +18,7 @@ from dbx_llmtrain.text.prepared import Example
 def row_loss(model: Any, row: Example) -> tuple[Tensor, int]:
     """Summed loss of a row over its trained tokens, shifted by one, and their number."""
     ids = torch.tensor([row.input_ids])
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     trained = torch.tensor(row.trained[1:], dtype=torch.bool)
     return cross_entropy(logits[trained], ids[0, 1:][trained], reduction="sum"), int(trained.sum())
 

@@ -8,6 +8,13 @@ from typing import Any
 from dbx_llmtrain.compat import dtype_argument
 from dbx_llmtrain.errors import ConfigError, Problem
 
+_SPECIAL_TOKENS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
+
 
 def convert(file: Path, target: Path) -> None:
     """Write config, bf16 weights, tokenizer and chat template of ``file`` to ``target``.
@@ -29,10 +36,10 @@ def convert(file: Path, target: Path) -> None:
 def _load(file: Path) -> tuple[Any, Any]:
     """The model in bf16 on the CPU, and the tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = _load_tokenizer(file)
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -48,6 +55,31 @@ def _load(file: Path) -> tuple[Any, Any]:
             f"tensors missing: {sorted(missing)[:5]}, unknown: {found.unexpected_keys[:5]}"
         )
     return model, tokenizer
+
+
+def _load_tokenizer(file: Path) -> Any:
+    """The tokenizer with the special tokens that the file names.
+
+    transformers < 5 ignores the file's flag for BOS (it always adds it with a tokenizer of the
+    Llama family), and 4.50 takes the token of BOS for EOS: training would teach the wrong end.
+    """
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    fields = GGUFReader(file).fields
+
+    def number(name: str) -> int | None:
+        field = fields.get(f"tokenizer.ggml.{name}")
+        return None if field is None else int(field.parts[field.data[0]][0])
+
+    add_bos = number("add_bos_token")
+    settings = {} if add_bos is None else {"add_bos_token": bool(add_bos)}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **settings)
+    for ours, theirs in _SPECIAL_TOKENS.items():
+        id_ = number(f"{theirs}_token_id")
+        if id_ is not None:
+            setattr(tokenizer, ours, tokenizer.convert_ids_to_tokens(id_))
+    return tokenizer
 
 
 def _refuse(file: Path, why: str) -> ConfigError:

@@ -57,8 +57,6 @@ def _ask(name: str, question: Any) -> Any:
 
     try:
         return question(huggingface_hub)
-    except ConfigError:
-        raise
     except Exception as error:
         # The hub's client raises its own errors, those of the HTTP library that it happens to use,
         # and those of the file system; they have no common base.

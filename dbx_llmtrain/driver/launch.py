@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _TARGET = "dbx_llmtrain.worker.supervisor:run"
 _POLL_S = 0.5
-_RECORDS_S = 15.0
+_RECORDS_S = 30.0
 """How long ranks may take to end and leave their records after the launcher has."""
 _CANCEL_S = 60.0
 _WAITING_S = 30.0

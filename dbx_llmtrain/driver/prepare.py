@@ -168,7 +168,7 @@ def _watched(rows: Iterator[Located], tally: _Tally) -> Iterator[Located]:
     if tally.progress is None:
         from tqdm import tqdm
 
-        yield from tqdm(rows, desc="tokenising", unit=" rows", delay=_BAR_AFTER)
+        yield from tqdm(rows, desc="tokenising", unit=" rows", delay=_BAR_AFTER, mininterval=1.0)
         return
     for row in rows:
         yield row
@@ -266,7 +266,8 @@ def _load_tokenizer(model: ModelInfo) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(model.artifact.source)
-    except (ValueError, KeyError, OSError, TypeError, ImportError) as error:
+    except Exception as error:
+        # The tokenizers library raises bare Exceptions for files that it cannot read.
         raise refuse(f"the tokenizer of {model.source} cannot be loaded: {error}") from error
 
 

@@ -47,7 +47,6 @@ class Window:
     """Sums over several steps, so that a reported loss is the mean over all their tokens.
 
     Counts are Python integers: exact at any size. A step without trained tokens weighs nothing.
-    ``loss`` is not a number where that of any step was not; ``taken_loss`` leaves such steps out.
     """
 
     steps: int = 0
@@ -57,8 +56,6 @@ class Window:
     skipped: int = 0
     seconds: float = 0.0
     _nll: float = field(default=0.0, repr=False)
-    _taken_nll: float = field(default=0.0, repr=False)
-    _taken_trained: int = field(default=0, repr=False)
 
     def add(self, report: StepReport) -> None:
         """Count a step in."""
@@ -69,19 +66,11 @@ class Window:
         self.skipped += bool(report.skipped)
         self.seconds += report.seconds
         self._nll += report.loss * report.trained
-        if not report.skipped:
-            self._taken_nll += report.loss * report.trained
-            self._taken_trained += report.trained
 
     @property
     def loss(self) -> float:
         """Mean over the trained tokens of all steps; not a number where there were none."""
         return self._nll / self.trained if self.trained else math.nan
-
-    @property
-    def taken_loss(self) -> float:
-        """The same over the steps that changed the weights."""
-        return self._taken_nll / self._taken_trained if self._taken_trained else math.nan
 
     @property
     def perplexity(self) -> float:

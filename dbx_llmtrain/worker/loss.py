@@ -45,7 +45,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # to
     ) -> Tensor:
         """``hidden`` (K, H), ``weight`` (V, H), ``bias`` (V,), ``targets`` (K,) -> fp32 scalar."""
         wanted = [train and needed for needed in ctx.needs_input_grad[:3]]
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
@@ -57,7 +57,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # to
             highest = logits.amax(dim=1, keepdim=True)
             chosen = logits.gather(1, target) - highest
             total = logits.sub_(highest).exp_().sum(dim=1, keepdim=True)
-            loss += (total.log() - chosen).sum()
+            loss += (total.log() - chosen).sum(dtype=torch.float64)
             if not any(wanted):
                 continue
             slope = logits.div_(total).scatter_add_(1, target, -torch.ones_like(chosen))
@@ -70,7 +70,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # to
                 _add_product(grad_weight, slope, part)
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return loss
+        return loss.float()
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # as above
@@ -115,18 +115,15 @@ def chunked_cross_entropy(
 class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
     """A causal language model whose forward pass is its loss; every strategy wraps this.
 
-    ``attention`` is the implementation that the plan asked for; a model that runs another one is
-    refused (``ValueError``). Switches that the probe and the strategy set: ``own_logits`` takes the
-    model's own logits instead of the chunked loss, ``padded`` says that a batch holds one document
-    a row (no mask is passed: behind a causal model's back padding changes nothing), ``autocast``
-    is the compute type where the weights are not cast by the wrapper.
+    Switches that the probe and the strategy set: ``own_logits`` takes the model's own logits
+    instead of the chunked loss, ``padded`` says that a batch holds one document a row (no mask is
+    passed: behind a causal model's back padding changes nothing), ``autocast`` is the compute type
+    where the weights are not cast by the wrapper. ``chunk_tokens``: positions of the loss done at
+    a time, by default as many as make 50 million logits.
     """
 
-    def __init__(self, model: Any, *, attention: str, chunk_tokens: int | None = None) -> None:
+    def __init__(self, model: Any, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
-        used = getattr(model.config, "_attn_implementation", attention)
-        if used != attention:
-            raise ValueError(f"attention {attention!r} was asked for, the model runs {used!r}")
         self.model = model
         self.own_logits = False
         self.padded = False

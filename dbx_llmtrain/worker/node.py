@@ -315,7 +315,10 @@ def _copy(artifact: dict[str, Any], partial: Path) -> None:
     source = storage.local_path(artifact["source"])
     if not source.is_dir():
         raise _fault(f"{source} is no folder here: it has to be on storage that every node sees")
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _fault(f"{partial} cannot be made ({error}): set cluster.local_dir") from error
     _check_space(artifact, partial)
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         copies = [pool.submit(_copy_one, source, partial, entry) for entry in artifact["files"]]

@@ -24,7 +24,6 @@ from dbx_llmtrain.worker.export import Collected
 from dbx_llmtrain.worker.generation import Generation
 from dbx_llmtrain.worker.loop import StepReport, Window
 from dbx_llmtrain.worker.loss import LossModule, ProbeResult, probe
-from dbx_llmtrain.worker.model import attention_of
 from dbx_llmtrain.worker.optim import build_optimizer
 from dbx_llmtrain.worker.parallel import Strategy, make_strategy
 from dbx_llmtrain.worker.reporting import Reporter
@@ -147,7 +146,7 @@ def set_up(
         message = f"the plan is for {plan.world_size} ranks, the launcher started {world.size}"
         raise ClusterError([Finding("error", "launcher", message)])
     train = plan.config.train
-    module = LossModule(model, attention=attention_of(model))
+    module = LossModule(model)
     strategy = make_strategy(plan.strategy, world, plan.precision)
     root = strategy.wrap(module)
     optimizer = build_optimizer(model, train)

@@ -30,7 +30,7 @@ def test_c47_c48_every_token_counts_once(
     tmp_path: Path, micro_batch: int, packing: bool, padded: bool
 ) -> None:
     rows, split = _split(tmp_path, packing=packing)
-    module = LossModule(tiny.llama(), attention="sdpa")
+    module = LossModule(tiny.llama())
     module.padded = padded
     report = evaluate(module, split, ALONE, micro_batch=micro_batch, padded=padded)
     expected = float(reference.mean_loss(module.model, rows).detach())
@@ -67,9 +67,7 @@ def test_c51_training_and_evaluation_count_the_same_row_alike(tmp_path: Path) ->
 
 def test_rows_without_a_trained_token_have_no_loss(tmp_path: Path) -> None:
     write_split(tmp_path, [Example([5, 6], [False, False])], max_length=8, packing=True)
-    report = evaluate(
-        LossModule(tiny.llama(), attention="sdpa"), Split(tmp_path), ALONE, micro_batch=2
-    )
+    report = evaluate(LossModule(tiny.llama()), Split(tmp_path), ALONE, micro_batch=2)
     assert (math.isnan(report.loss), report.trained_tokens, report.rows) == (True, 0, 1)
 
 

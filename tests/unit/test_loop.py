@@ -43,7 +43,7 @@ class Run:
         self.split = Split(folder)
         self.order = Order(self.split, 0, global_batch, micro_batch)
         self.model = tiny.llama() if model is None else model
-        module = LossModule(self.model, attention=self.model.config._attn_implementation)
+        module = LossModule(self.model)
         self.strategy = make_strategy("single", ALONE, precision)
         self.root = self.strategy.wrap(module)
         settings = OptimConfig(**({"learning_rate": 1e-2, "schedule": "constant"} | train))
@@ -168,8 +168,6 @@ def test_c63_a_gradient_that_is_not_finite_leaves_the_weights_alone(tmp_path: Pa
     assert not report.skipped
     assert not torch.equal(before["lm_head.weight"], run.state()["lm_head.weight"])
     assert math.isnan(window.loss)
-    assert window.taken_loss == pytest.approx(report.loss)
-    assert math.isnan(Window().taken_loss)
 
 
 def test_c63_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ HAS_LAYER_TYPES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4
 
 
 def _module(model: Any, **arguments: Any) -> LossModule:
-    return LossModule(model, attention=model.config._attn_implementation, **arguments)
+    return LossModule(model, **arguments)
 
 
 def _documents(rows: list[Example]) -> list[Any]:
@@ -93,7 +93,7 @@ def test_c14_the_mean_is_over_labels_after_the_shift() -> None:
 @pytest.mark.parametrize("copies", [1, 2])
 def test_c22_c24_packed_logits_are_the_separate_ones(attention: str, copies: int) -> None:
     model = tiny.llama(attn_implementation=attention)
-    module = LossModule(model, attention=attention)
+    module = LossModule(model)
     rows = tiny.examples((7, 5, 9))
     batch = _wider(collate([_documents(rows)] * copies, 0), 3)
     packed = module(**batch.inputs(), logits=True)
@@ -189,11 +189,6 @@ def test_labels_alone_are_enough() -> None:
     del inputs["labels"]
     with pytest.raises(ValueError, match="labels are needed"):
         module(**inputs)
-
-
-def test_another_attention_than_asked_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="'eager' was asked for, the model runs 'sdpa'"):
-        LossModule(tiny.llama(), attention="eager")
 
 
 class TestChunks:

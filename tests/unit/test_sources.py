@@ -114,14 +114,14 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
         source_files(str(tmp_path))
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
-    rows = read_rows(str(path))
+def test_a_file_that_vanishes_while_reading(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ROWS[:1])
+    last = write_jsonl(tmp_path / "b.jsonl", ROWS[:1])
+    rows = read_rows(f"{tmp_path}/*.jsonl")
     next(rows)
-    assert source_files(str(path)) == [path]
-    path.unlink()
-    with pytest.raises(DataError, match="no file"):
-        list(read_rows(str(path)))
+    last.unlink()
+    with pytest.raises(DataError, match=r"b\.jsonl cannot be read: "):
+        next(rows)
 
 
 # Models --------------------------------------------------------------------------------------
@@ -179,6 +179,16 @@ def test_a_file_is_hashed_once(
     assert sorted(hashed) == sorted(model.iterdir())
     assert resolve(model, tmp_path) == first
     assert len(hashed) == len(first.artifact.files)
+
+
+def test_broken_notes_of_hashes_are_made_anew(model: Path, tmp_path: Path) -> None:
+    first = resolve(model, tmp_path)
+    (notes,) = (tmp_path / "models" / ".hashes").iterdir()
+    whole = notes.read_bytes()
+    for broken in (b"{", b"[]"):
+        notes.write_bytes(broken)
+        assert resolve(model, tmp_path) == first
+        assert notes.read_bytes() == whole
 
 
 def test_shards_are_those_that_the_index_names(tmp_path: Path) -> None:
@@ -288,6 +298,7 @@ def test_a_folder_that_cannot_be_trained_is_refused(
         ("dbfs:/Volumes/a/b", "(looked for /Volumes/a/b)"),
         ("package:no_such_package/x.gguf", "no such package is installed"),
         ("package:json", "expected package:NAME/FILE"),
+        ("package:__main__/x", "no such package is installed"),
         ("package:a.b/x", "no such package is installed"),
         ("package:json/none.gguf", "no folder, .gguf file or hub model package:json/none.gguf"),
     ],
@@ -336,6 +347,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
     writer.add_token_merges([" ".join(merge) for merge in state["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
     writer.add_chat_template(tokenizer.chat_template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -356,6 +368,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gguf_file_becomes_a_folder_once(tmp_path: Path, tied: bool) -> None:
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = tiny.tokenizer(add_bos=False)
@@ -370,8 +383,9 @@ def test_a_gguf_file_becomes_a_folder_once(tmp_path: Path, tied: bool) -> None:
     )
     assert info.parameters == sum(p.numel() for p in source.parameters())
 
+    tensors = load_file(folder / "model.safetensors").values()
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
     made = AutoModelForCausalLM.from_pretrained(folder)
-    assert made.dtype == torch.bfloat16
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         difference = made.float()(ids).logits - source.eval()(ids).logits
@@ -394,6 +408,15 @@ def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache" / "models").glob("*/manifest.json"))
 
 
+def test_a_gguf_file_needs_the_package_gguf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + b"\0" * 100)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"x\.gguf needs a package: .*pip install gguf"):
+        resolve(tmp_path / "x.gguf", tmp_path / "cache")
+
+
 def test_a_file_in_an_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
 ) -> None:
@@ -411,13 +434,18 @@ def test_a_file_in_an_installed_package(
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 RESOLVE = """
-import sys
+import json, sys
 from pathlib import Path
 from dbx_llmtrain.config import ModelConfig
 from dbx_llmtrain.driver.sources import resolve_model
-revision = sys.argv[3] if len(sys.argv) > 3 else None
-print(resolve_model(ModelConfig(source=sys.argv[1], revision=revision), Path(sys.argv[2]))
-      .model_dump_json())
+from dbx_llmtrain.errors import ConfigError
+
+for source, revision in json.loads(sys.argv[1]):
+    try:
+        model = ModelConfig(source=source, revision=revision)
+        print(resolve_model(model, Path(sys.argv[2])).model_dump_json())
+    except ConfigError as error:
+        print(json.dumps(str(error)))
 """
 
 
@@ -477,55 +505,45 @@ def hub(model: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def resolve_elsewhere(endpoint: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The hub's client reads its settings when it is imported, hence a process of its own."""
+def resolve_elsewhere(endpoint: str, cache: Path, *models: tuple[str, str | None]) -> list[Any]:
+    """Model or error text of each. The hub's client reads its settings when it is imported, hence
+    a process of its own."""
     env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", RESOLVE, *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", RESOLVE, json.dumps(models), str(cache)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line[0] in '{"']
 
 
 def test_a_hub_model_is_downloaded_once_at_a_commit(
     hub: tuple[str, list[str]], model: Path, tmp_path: Path
 ) -> None:
     endpoint, asked = hub
-    first = resolve_elsewhere(endpoint, "org/tiny", str(tmp_path / "cache"))
-    assert first.returncode == 0, first.stderr
-    info = json.loads(first.stdout.splitlines()[-1])
+    cache = tmp_path / "cache"
+    info, again = resolve_elsewhere(endpoint, cache, ("org/tiny", None), ("org/tiny", None))
+    assert again == info
     folder = Path(info["artifact"]["source"])
-    assert folder.parent == tmp_path / "cache" / "models"
+    assert folder.parent == cache / "models"
     assert info["revision"] == COMMIT
-    assert {path.name for path in folder.iterdir()} == {
-        *(path.name for path in model.iterdir()),
-        "manifest.json",
-    }
-    for path in model.iterdir():
-        assert (folder / path.name).read_bytes() == path.read_bytes()
+    names = {path.name for path in model.iterdir()}
+    assert {path.name for path in folder.iterdir()} == names | {"manifest.json"}
+    for name in names:
+        assert (folder / name).read_bytes() == (model / name).read_bytes()
+        assert asked.count(f"GET /org/tiny/resolve/{COMMIT}/{name}") == 1
+    assert asked.count("GET /api/models/org/tiny") == 2
     assert not any("pytorch_model" in line for line in asked)
-
-    del asked[:]
-    again = resolve_elsewhere(endpoint, "org/tiny", str(tmp_path / "cache"))
-    assert json.loads(again.stdout.splitlines()[-1]) == info
-    assert [line for line in asked if "/org/" in line] == ["GET /api/models/org/tiny"]
     # The commit itself needs no network: this process has none.
-    known = resolve("org/tiny", tmp_path / "cache", revision=COMMIT)
+    known = resolve("org/tiny", cache, revision=COMMIT)
     assert json.loads(known.model_dump_json()) == info
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("org/none",), "model.source: no folder org/none, and the Hugging Face hub did not give"),
-        (("org/gated",), "accept its licence on the hub, and set HF_TOKEN"),
-        (("org/tiny", "no-such"), "model.revision: org/tiny has no such revision on the hub"),
-    ],
-)
-def test_what_the_hub_refuses(
-    hub: tuple[str, list[str]], tmp_path: Path, arguments: tuple[str, ...], message: str
-) -> None:
-    source, *revision = arguments
-    done = resolve_elsewhere(hub[0], source, str(tmp_path), *revision)
-    assert done.returncode == 1
-    assert message in done.stderr
+def test_what_the_hub_refuses(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    models = ("org/none", None), ("org/gated", None), ("org/tiny", "no-such")
+    missing, gated, revision = resolve_elsewhere(hub[0], tmp_path, *models)
+    assert "model.source: no folder org/none, and the Hugging Face hub did not give it" in missing
+    assert "check the name; a private model needs HF_TOKEN" in missing
+    assert "accept its licence on the hub, and set HF_TOKEN" in gated
+    assert "model.revision: org/tiny has no such revision on the hub" in revision
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:

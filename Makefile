@@ -1,0 +1,73 @@
+# Every target does its own set-up; a second call reuses it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The Python to use, tried in this order: make setup PYTHON=python3.13
+PYTHON ?= python3.11 python3.12 python3.13 python3
+OLDEST_PYTHON ?= python3.11 python3.12
+# An index with CPU builds of torch, for machines where PyPI's CUDA build is too much:
+# make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+export TORCH_INDEX
+
+BIN := $(CURDIR)/.venv/bin
+RUN := JAVA_HOME="$$(cat .venv/java_home)" PATH="$(BIN):$$PATH"
+READY := .venv/packages.stamp .venv/java_home
+MASTER ?= local-cluster[2,1,2048]
+PYTEST_ARGS ?=
+
+.PHONY: help
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+.PHONY: setup
+setup: $(READY) ## Python packages in .venv and a Java runtime
+
+.venv/packages.stamp: pyproject.toml constraints/newest.txt tools/venv.sh
+	@tools/venv.sh .venv constraints/newest.txt $(PYTHON)
+	@touch $@
+
+# Looked for again when the one that was found has gone.
+ifeq ($(wildcard $(addsuffix /bin/java,$(shell cat .venv/java_home 2>/dev/null))),)
+.PHONY: .venv/java_home
+endif
+.venv/java_home: tools/java.sh | .venv/packages.stamp
+	@tools/java.sh > $@
+
+.PHONY: demo
+demo: $(READY) ## Fine-tune a real model on two Spark executors and show an answer
+	@[ -f examples/data/stdlib_qa_heldout.jsonl ] || $(RUN) python examples/make_stdlib_qa.py
+	@$(RUN) dbx-llmtrain train examples/quickstart.yaml --master '$(MASTER)'
+	@$(RUN) python examples/show_answers.py runs
+
+.PHONY: test
+test: $(READY) ## The tests, without the slow ones
+	@$(RUN) python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-full
+test-full: $(READY) ## All tests; what needs a GPU says so when there is none
+	@$(RUN) python -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-oldest
+test-oldest: .venv-oldest/packages.stamp ## Unit and rank tests on the oldest supported versions
+	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest -m "not slow and not gpu and not spark" tests/unit tests/dist $(PYTEST_ARGS)
+
+.venv-oldest/packages.stamp: pyproject.toml constraints/oldest.txt tools/venv.sh
+	@tools/venv.sh .venv-oldest constraints/oldest.txt $(OLDEST_PYTHON)
+	@touch $@
+
+.PHONY: lint
+lint: .venv/packages.stamp ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+.PHONY: format
+format: .venv/packages.stamp ## Lay the code out as lint wants it
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+.PHONY: clean
+clean: ## Remove the environments and what runs and tools left
+	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache build dist runs examples/data *.egg-info

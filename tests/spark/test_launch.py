@@ -1,0 +1,214 @@
+"""Launches with real ranks, in both modes: success, every way to fail, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dbx_llmtrain.driver import launch
+from dbx_llmtrain.errors import TrainingFailed
+from dbx_llmtrain.records import RankResult, RunPlan
+from tests.spark.helpers import MARK, make_plan, processes_with, trainers
+
+MODES = pytest.mark.parametrize("local_mode", [True, False], ids=["driver", "executors"])
+SECRETS = {"TEST_SECRET": "s3cret-value"}
+
+
+def start(spark: Any, plan: RunPlan, **options: Any) -> RankResult:
+    return launch.launch(spark, plan, SECRETS, module="rank_program", **options)
+
+
+def failure(spark: Any, plan: RunPlan, within_s: float) -> TrainingFailed:
+    started = time.monotonic()
+    with pytest.raises(TrainingFailed) as caught:
+        start(spark, plan)
+    assert time.monotonic() - started < within_s
+    assert not trainers(plan), "no trainer is left"
+    return caught.value
+
+
+@MODES
+def test_every_rank_finishes(spark: Any, tmp_path: Path, local_mode: bool) -> None:
+    plan = make_plan(tmp_path, action="environment", local_mode=local_mode, use_gpu=True)
+    result = start(spark, plan)
+    assert result.steps == 3
+    shown = [json.loads((tmp_path / f"shown-{rank}.json").read_text()) for rank in (0, 1)]
+    for one in shown:
+        assert ".zip/dbx_llmtrain/__init__.py" in one["code"], "the trainer runs shipped code"
+        assert one["secret"] == "s3cret-value"
+        assert one["omp"] is None
+        assert one["attempt"] == plan.attempt
+    if local_mode:
+        assert sorted(one["local_rank"] for one in shown) == ["0", "1"]
+        assert {one["visible"] for one in shown} <= {"0,1", "1,0"}
+    else:
+        assert [one["visible"] for one in shown] == ["0", "0"]
+    assert RunPlan.model_validate_json((tmp_path / "plan.json").read_text()) == plan
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [
+        path for path in files if b"s3cret" in path.read_bytes() and "shown" not in path.name
+    ]
+    assert not left_arguments(), "the launcher's file with the secrets is gone"
+
+
+def left_arguments() -> list[Path]:
+    """Files with pickled secrets in the launcher's folders, executors' and driver's."""
+    import tempfile
+
+    found = []
+    for path in Path(tempfile.gettempdir()).glob("tmp*/*"):
+        try:
+            if b"s3cret-value" in path.read_bytes():
+                found.append(path)
+        except OSError:
+            continue
+    return found
+
+
+@MODES
+def test_a_rank_that_raises(spark: Any, tmp_path: Path, local_mode: bool) -> None:
+    plan = make_plan(tmp_path, action="raise", local_mode=local_mode)
+    error = failure(spark, plan, within_s=90.0)
+    record = json.loads((tmp_path / "logs" / "rank-00001.json").read_text())
+    assert time.time() - record["time"] < 30.0, "the exception comes soon after the fault"
+    assert (error.rank, error.host, error.step, error.exit_code) == (1, os.uname().nodename, 7, 1)
+    assert "ValueError: row 17 has no text" in str(error)
+    assert "rank_program.py" in error.traceback
+    assert f"rank 1, on {os.uname().nodename}, at step 7" in str(error)
+    assert not left_arguments()
+
+
+def test_a_rank_that_is_killed(spark: Any, tmp_path: Path) -> None:
+    error = failure(spark, make_plan(tmp_path, action="killed"), within_s=60.0)
+    assert (error.rank, error.exit_code) == (1, -9)
+    assert "SIGKILL" in str(error)
+    assert "memory was full" in error.advice
+
+
+def test_one_failing_rank_is_never_success_in_local_mode(spark: Any, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, action="raise_late", local_mode=True)
+    error = failure(spark, plan, within_s=40.0)
+    assert error.rank == 1
+    assert "row 17" in error.message
+
+
+def test_a_rank_0_without_a_result_is_never_success(spark: Any, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, action="no_result", local_mode=True)
+    assert "without a result" in str(failure(spark, plan, within_s=40.0))
+
+
+def test_records_of_another_attempt_do_not_count(spark: Any, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, local_mode=True)
+    start(spark, plan)
+    again = make_plan(tmp_path, action="exit", local_mode=True)
+    error = failure(spark, again, within_s=40.0)
+    assert error.exit_code == 3
+    assert "about to leave" in error.log_tail
+
+
+def test_a_package_that_is_missing(spark: Any, tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, action="import_error", local_mode=True)
+    error = failure(spark, plan, within_s=40.0)
+    assert "no_such_package_anywhere" in error.message
+    assert "install it" in error.advice
+
+
+def test_any_output_reaches_the_driver(
+    spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(spark, make_plan(tmp_path, action="bytes"))
+    printed = capfd.readouterr().err
+    for rank in (0, 1):
+        assert f"[rank {rank}] caf\N{REPLACEMENT CHARACTER} is not UTF-8" in printed
+        assert f"[rank {rank}] progress 50/50" in printed
+        log = (tmp_path / "logs" / f"rank-{rank:05d}.log").read_text(encoding="utf-8")
+        assert log.endswith("end of output\n")
+
+
+@MODES
+def test_an_interrupt_ends_every_rank(spark: Any, tmp_path: Path, local_mode: bool) -> None:
+    plan = make_plan(tmp_path, action="stubborn", local_mode=local_mode)
+
+    def interrupt_when_both_run() -> None:
+        # Each stubborn rank is two processes.
+        if len(trainers(plan)) >= 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(spark, plan, on_poll=interrupt_when_both_run)
+    assert not trainers(plan)
+    assert not left_arguments()
+    assert spark.range(2).count() == 2, "the session can be used again"
+
+
+def test_two_launches_at_once(spark: Any, tmp_path: Path) -> None:
+    results: list[RankResult] = []
+
+    def one(name: str) -> None:
+        plan = make_plan(tmp_path / name, ranks=1, local_mode=True)
+        results.append(start(spark, plan))
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("a", "b")]
+    one("main")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+
+
+def test_ranks_meet(spark: Any, tmp_path: Path) -> None:
+    result = start(spark, make_plan(tmp_path, action="all_reduce", use_gpu=True))
+    assert result.metrics == {"total": 3.0}
+
+
+def test_a_dead_driver_leaves_no_trainer(tmp_path: Path) -> None:
+    """The driver's process is killed in local mode: nothing can be cancelled any more."""
+    import subprocess
+    import sys
+
+    plan = make_plan(tmp_path, action="wait", local_mode=True)
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pyspark.sql import SparkSession\n"
+        "from dbx_llmtrain.driver import cluster, launch\n"
+        "from dbx_llmtrain.records import RunPlan\n"
+        "spark = (SparkSession.builder.master('local[1]').config('spark.ui.enabled', 'false')\n"
+        "    .config('spark.driver.host', '127.0.0.1').getOrCreate())\n"
+        "report = cluster.probe()\n"
+        "assert report.local and report.slots == 1 and len(report.nodes) == 1, report\n"
+        "plan = RunPlan.model_validate_json(Path(sys.argv[1]).read_text())\n"
+        "launch.launch(spark, plan, {'TEST_SECRET': 's3cret-value'}, module='rank_program')\n"
+    )
+    (tmp_path / "given.json").write_text(plan.model_dump_json())
+    environ = dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    driver = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "given.json")], env=environ
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while len(trainers(plan)) < 2:
+            assert time.monotonic() < deadline
+            assert driver.poll() is None, "the driver ended by itself"
+            time.sleep(0.2)
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+        deadline = time.monotonic() + 15
+        while processes_with(f"{MARK}={plan.config.cluster.env[MARK]}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        while left_arguments():
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        driver.kill()
+        driver.wait()

@@ -1,0 +1,210 @@
+"""``train(cfg)`` as a user calls it: real executors, real ranks, a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dbx_llmtrain as llm
+from tests import tiny
+from tests.spark.helpers import processes_with
+
+FAULTS = Path(__file__).parent / "programs" / "faults"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, 40 chats to train on and 9 to hold out."""
+    folder = tmp_path_factory.mktemp("inputs")
+    tiny.model_folder(folder / "model")
+    for name, count in (("train", 40), ("eval", 9)):
+        rows = [
+            {
+                "messages": [
+                    {"role": "user", "content": f"what is {name} {i}?"},
+                    {"role": "assistant", "content": "the answer is " + "forty two " * (i % 4 + 1)},
+                ]
+            }
+            for i in range(count)
+        ]
+        text = "\n".join(json.dumps(row) for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def config(inputs: Path, folder: Path, **sections: dict[str, Any]) -> llm.TrainConfig:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"source": str(inputs / "model")},
+        "data": {
+            "train": str(inputs / "train.jsonl"),
+            "eval": str(inputs / "eval.jsonl"),
+            "max_length": 96,
+        },
+        "train": {"max_steps": 4, "global_batch_size": 4, "learning_rate": 1e-2},
+        "checkpoint": {"dir": str(folder / "runs")},
+        "tracking": {"run_name": "first"},
+        "cluster": {
+            "use_gpu": False,
+            "local_dir": str(folder / "local"),
+            "env": {"GLOO_SOCKET_IFNAME": "lo"},
+        },
+    }
+    for name, fields in sections.items():
+        base[name] = base.get(name, {}) | fields
+    return llm.TrainConfig(**base)
+
+
+def mlflow_run(result_dir: Path, run_id: str | None = None) -> Any:
+    """The run that ``plan.json`` names, from the store of the run folder."""
+    from mlflow import MlflowClient
+
+    plan = json.loads((result_dir / "plan.json").read_text())
+    return MlflowClient(plan["tracking"]["uri"]).get_run(run_id or plan["tracking"]["run_id"])
+
+
+def test_train_on_two_executors(spark: Any, inputs: Path, tmp_path: Path) -> None:
+    cfg = config(inputs, tmp_path, checkpoint={"every": 2})
+    result = llm.train(cfg, spark=spark)
+
+    assert result.steps == 4
+    assert result.restarts == ()
+    needed = {
+        "initial_eval_loss", "eval_loss", "train_loss", "tokens_per_second", "peak_memory_bytes",
+        "seconds_to_first_step",
+    }  # fmt: skip
+    assert needed <= set(result.metrics)
+    assert result.metrics["eval_loss"] < result.metrics["initial_eval_loss"]
+    assert (result.audit.train_rows, result.audit.eval_rows) == (40, 9)
+    folder = Path(result.run_dir)
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.yaml", "plan.json", "events.jsonl", "result.json", "logs"} <= names
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+    ]
+    assert [path.name for path in sorted((folder / "logs").glob("*.log"))] == [
+        "rank-00000.log",
+        "rank-00001.log",
+    ]
+    plan = json.loads((folder / "plan.json").read_text())
+    assert (plan["strategy"], plan["world_size"], plan["local_mode"]) == ("fsdp", 2, False)
+    check_export(result)
+    check_tracking(folder, result)
+
+
+def check_export(result: llm.TrainResult) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(result.model_path)
+    tokenizer = AutoTokenizer.from_pretrained(result.model_path)
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    assert tokenizer.chat_template == tiny.CHATML
+
+
+def check_tracking(folder: Path, result: llm.TrainResult) -> None:
+    run = mlflow_run(folder)
+    assert run.info.run_id == result.run_id
+    assert run.info.status == "FINISHED"
+    assert run.data.params["train.learning_rate"] == "0.01"
+    wanted = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "rows_seen", "eval_loss"}
+    assert wanted <= set(run.data.metrics)
+    assert math.isclose(run.data.metrics["eval_loss"], result.metrics["eval_loss"], rel_tol=1e-9)
+    assert {item.dataset.name for item in run.inputs.dataset_inputs}
+    assert result.checkpoint in run.data.tags.values()
+
+
+def test_a_second_call_goes_on_from_the_newest_checkpoint(
+    spark: Any, inputs: Path, tmp_path: Path
+) -> None:
+    first = llm.train(config(inputs, tmp_path, train={"max_steps": 2}), spark=spark)
+    # A folder without a manifest is what a killed writer leaves: it does not count.
+    (Path(first.run_dir) / "checkpoints" / "step-00000003").mkdir()
+    second = llm.train(config(inputs, tmp_path), spark=spark)
+    assert second.run_dir == first.run_dir
+    assert second.steps == 4
+    plan = json.loads((Path(second.run_dir) / "plan.json").read_text())
+    assert plan["resume_from"] == first.checkpoint
+    events = [
+        json.loads(line)
+        for line in (Path(second.run_dir) / "events.jsonl").read_text().splitlines()
+    ]
+    steps = [event["step"] for event in events if event["kind"] == "step"]
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_a_rank_that_breaks_ends_the_run_as_failed(
+    spark: Any, inputs: Path, tmp_path: Path, fault: str
+) -> None:
+    env = {
+        "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(FAULTS), "FAULT": fault, "FAULT_RANK": "1",
+        "FAULT_STEP": "3", "MARK": str(tmp_path),
+    }  # fmt: skip
+    cfg = config(inputs, tmp_path, train={"max_steps": 400}, cluster={"env": env})
+    with pytest.raises(llm.TrainingFailed) as caught:
+        llm.train(cfg, spark=spark)
+    noticed = time.time()
+
+    error = caught.value
+    assert (error.rank, error.host, error.step) == (1, os.uname().nodename, 2)
+    text = "ValueError: row 17 of the table is broken" if fault == "raise" else "SIGKILL"
+    assert text in str(error)
+    assert "rank 1" in str(error)
+    folder = tmp_path / "runs" / "first"
+    record = json.loads((folder / "logs" / "rank-00001.json").read_text())
+    assert noticed - record["time"] < 30.0
+    assert not processes_with(f"MARK={tmp_path}"), "no trainer is left"
+    run = mlflow_run(folder)
+    assert run.info.status == "FAILED"
+    assert not (folder / "result.json").exists()
+
+
+def test_train_in_local_mode_inside_an_active_mlflow_run(
+    spark: Any, inputs: Path, tmp_path: Path
+) -> None:
+    import mlflow
+
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mine.db")
+    try:
+        with mlflow.start_run() as parent:
+            cfg = config(
+                inputs, tmp_path, cluster={"local_mode": True, "processes": 2},
+                parallel={"kind": "ddp"},
+            )  # fmt: skip
+            result = llm.train(cfg, spark=spark)
+            assert mlflow.active_run().info.run_id == parent.info.run_id
+            child = mlflow_run(Path(result.run_dir))
+            assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+            assert child.info.status == "FINISHED"
+        assert mlflow.get_run(parent.info.run_id).info.status == "FINISHED"
+    finally:
+        mlflow.set_tracking_uri(None)
+
+
+def test_a_dead_tracking_server_costs_a_warning(
+    spark: Any, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    cfg = config(inputs, tmp_path, cluster={"local_mode": True, "processes": 1})
+    result = llm.train(cfg, spark=spark)
+    assert result.run_id is None
+    assert result.steps == 4
+    assert "127.0.0.1" in caplog.text
+
+
+def test_bad_layout_is_refused_before_anything_is_started(
+    spark: Any, inputs: Path, tmp_path: Path
+) -> None:
+    cfg = config(inputs, tmp_path, cluster={"processes": 7})
+    started = time.monotonic()
+    with pytest.raises(llm.ClusterError, match="7 ranks need 7 task slots at once") as caught:
+        llm.train(cfg, spark=spark)
+    assert time.monotonic() - started < 60
+    assert [finding.check for finding in caught.value.findings] == ["task slots"]
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dbx_llmtrain import cli, errors
+from dbx_llmtrain.errors import LlmTrainError
+
+
+def test_help_has_examples_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "dbx-llmtrain train config.yaml --master 'local-cluster[2,1,2048]'" in text
+    assert "Exit codes: 0 done, 1 the run failed, 2 bad" in " ".join(text.split())
+    for command in ("train", "plan", "probe"):
+        assert cli.run([command, "-h"]) == 0
+        text = capsys.readouterr().out
+        assert f"dbx-llmtrain {command}" in text
+        assert "--master" in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import dbx_llmtrain
+
+    assert cli.run(["--version"]) == 0
+    assert dbx_llmtrain.__version__ in capsys.readouterr().out
+
+
+def test_a_wrong_configuration_is_told_before_spark_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {source: x}\ndata: {train: y}\ntrain: {num_train_epochs: 1}\n")
+    assert cli.run(["train", str(path), "train.seed=-1"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: 2 problems in the configuration:")
+    assert "train.seed: expected greater than or equal to 0, found -1" in told.err
+    assert "Traceback" not in told.err
+    assert cli.run(["plan", str(tmp_path / "missing.yaml")]) == 2
+    assert "no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'"),
+        (["train"], "Missing argument 'CONFIG'"),
+        (["probe", "--conf", "nonsense"], "'nonsense': expected K=V"),
+        (["probe", "--no-such-option"], "No such option"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.TrainingFailed("x"), 1),
+        (errors.CheckpointError("x"), 1),
+        (errors.SubmitError("x"), 1),
+        (errors.ConfigError([]), 2),
+        (errors.DataError("x"), 2),
+        (errors.ClusterError([]), 3),
+        (errors.StagingError("x", {}), 3),
+    ],
+)
+def test_exit_codes(error: LlmTrainError, code: int) -> None:
+    assert cli.exit_code(error) == code
+
+
+def test_the_entry_point_leaves_with_the_code_only_when_it_failed() -> None:
+    cli.main(["--version"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["train", "missing.yaml"])
+    assert caught.value.code == 2
+
+
+def test_without_java_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    assert cli.run(["probe"]) == 3
+    assert "openjdk-17-jre-headless" in capsys.readouterr().err
+
+
+def test_without_pyspark_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['pyspark'] = None\n"
+        "from dbx_llmtrain.cli import main; main(['probe'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "pip install 'dbx_llmtrain[spark]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_of_a_local_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SPARK_HOME", "SPARK_LOCAL_IP", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON"):
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+        monkeypatch.delenv(name)
+    found = cli._defaults("local-cluster[2,1,2048]")
+    assert found["spark.executor.memory"] == "2048m"
+    assert found["spark.driver.host"] == "127.0.0.1"
+    assert found["spark.ui.enabled"] == "false"
+    assert (Path(cli.os.environ["SPARK_HOME"]) / "bin" / "spark-class").exists()
+    assert cli.os.environ["PYSPARK_PYTHON"] == sys.executable
+    assert "spark.driver.host" not in cli._defaults("spark://host:7077")

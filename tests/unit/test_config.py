@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dbx_llmtrain import config_checks
+from dbx_llmtrain.config import SECTIONS, TrainConfig, field_paths
+from dbx_llmtrain.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"model": {"source": "org/model"}, "data": {"train": "rows.jsonl"}}
+
+EVERYTHING = """
+model: {source: org/model, revision: main, attention: sdpa}
+data:
+  train: {path: /Volumes/a/b/c/train-*.jsonl, max_rows: 1000}
+  eval: 0.05
+  format: instruction
+  columns: {instruction: question, output: answer}
+  objective: sft
+  train_on: completion
+  max_length: 1024
+  overflow: drop
+  packing: false
+  cache_dir: /Volumes/a/b/c/cache
+parallel: {kind: fsdp, shard: full}
+train:
+  max_steps: 100
+  global_batch_size: 64
+  micro_batch_size: 4
+  learning_rate: 1.0e-5
+  schedule: linear
+  warmup: 10
+  min_learning_rate: 1.0e-6
+  optimizer: adamw
+  weight_decay: 0.1
+  betas: [0.9, 0.95]
+  max_grad_norm: 0
+  precision: bf16
+  seed: 7
+  eval_every: 10
+  log_every: 2
+checkpoint: {dir: /Volumes/a/b/c/runs, every: 50, export: true, resume: never}
+tracking: {experiment: /Users/me/x, run_name: first, tags: {team: a}, log_checkpoints: true}
+cluster: {processes: 8, use_gpu: true, local_mode: false, local_dir: /local_disk0/x, env: {A: b}}
+"""
+
+
+def problems(values: Any, *overrides: str) -> dict[str, str]:
+    """The faults of a configuration: path to message."""
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(values, *overrides)
+    return {problem.path: problem.message for problem in caught.value.problems}
+
+
+def with_field(path: str, value: Any) -> dict[str, Any]:
+    section, _, field = path.partition(".")
+    return MINIMAL | {section: {**MINIMAL.get(section, {}), field: value}}
+
+
+def test_defaults() -> None:
+    cfg = TrainConfig(**MINIMAL)
+    assert cfg.train.learning_rate == 2e-5
+    assert cfg.parallel.kind == "auto"
+    assert cfg.data.packing
+    assert cfg.to_dict() == MINIMAL
+
+
+def test_every_section_round_trips_through_yaml() -> None:
+    cfg = TrainConfig.from_yaml(EVERYTHING)
+    assert TrainConfig.from_yaml(cfg.to_yaml()) == cfg
+    assert cfg.to_dict() == yaml.safe_load(EVERYTHING)
+    assert TrainConfig.model_validate_json(cfg.model_dump_json()) == cfg
+
+
+def test_reads_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    assert TrainConfig.from_yaml(path) == TrainConfig.from_yaml(str(path)) == TrainConfig(**MINIMAL)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("missing.yaml", "no file missing.yaml (looked in"),
+        ("a: [\n", "is not valid YAML"),
+        ("# nothing\n", "is empty: expected model and data sections"),
+        ("- a\n- b\n", "expected sections model, data,"),
+    ],
+)
+def test_files_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match="1 problem") as caught:
+        TrainConfig.from_yaml(text)
+    assert message in str(caught.value)
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TrainConfig.from_yaml(path)
+
+
+def test_it_is_frozen() -> None:
+    cfg = TrainConfig(**MINIMAL)
+    with pytest.raises(ValueError, match="frozen"):
+        cfg.train.seed = 1  # type: ignore[misc]
+
+
+def test_overrides() -> None:
+    cfg = TrainConfig.from_dict(
+        MINIMAL,
+        "train.learning_rate=1e-5",
+        "tracking.tags.team=a",
+        "data.packing=false",
+        "data.eval=0.1",
+    )
+    assert cfg.train.learning_rate == 1e-5
+    assert cfg.tracking.tags == {"team": "a"}
+    assert cfg.data.packing is False
+    assert cfg.data.eval == 0.1
+    again = cfg.override("train.betas=[0.8, 0.9]", "model.source=other")
+    assert again.train.betas == (0.8, 0.9)
+    assert again.model.source == "other"
+    assert cfg.model.source == "org/model"
+    assert MINIMAL["model"] == {"source": "org/model"}
+
+
+def test_overrides_of_section_objects() -> None:
+    cfg = TrainConfig(**MINIMAL)
+    sections = {"model": cfg.model, "data": cfg.data}
+    changed = TrainConfig.from_dict(sections, "model.revision=v1")
+    assert changed.model.revision == "v1"
+    assert changed.model.source == "org/model"
+
+
+def test_bad_overrides_are_reported_together() -> None:
+    found = problems(MINIMAL, "nonsense", "=1", "a..b=2", "train.seed=[")
+    assert len(found) == 2
+    assert "expected key.path=value" in found[""]
+    assert "not valid YAML" in found["train.seed"]
+
+
+def test_every_fault_is_reported_at_once() -> None:
+    found = problems(
+        {
+            "model": {"sauce": "x"},
+            "data": {"train": "t", "max_length": 0, "packing": "maybe"},
+            "train": {"epochs": 1, "max_steps": 5, "learning_rate": "high"},
+            "cluster": ["a"],
+            "optimizer": {},
+        }
+    )
+    assert found["model.sauce"] == "unknown key: did you mean model.source?"
+    assert found["model.source"] == "missing: it has no default"
+    assert found["data.max_length"] == "expected greater than 0, found 0"
+    assert "data.packing" in found
+    assert "expected" in found["train.learning_rate"]
+    assert "'high'" in found["train.learning_rate"]
+    assert found["cluster"] == "expected a mapping of fields, found list \"['a']\""
+    assert "optimizer" in found
+
+
+def test_missing_sections_are_named() -> None:
+    assert set(problems({})) == {"model.source", "data.train"}
+    assert "found nothing" in problems(MINIMAL | {"train": None})["train"]
+    assert "found TrainConfig" in problems(MINIMAL | {"train": TrainConfig(**MINIMAL)})["train"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("train.micro_batch_size", "big", "valid integer"),
+        ("train.micro_batch_size", 0, "greater than 0"),
+        ("train.betas", [0.9], "a value for item 2"),
+        ("data.eval", 1.5, "less than 1"),
+        ("data.eval", {"max_rows": 3}, "a value for path"),
+        ("data.train", {"path": "x", "colour": "red"}, "(colour)"),
+        ("checkpoint.every", "often", "'never'"),
+        ("parallel.kind", "dp", "'auto', 'single', 'ddp' or 'fsdp'"),
+        ("tracking.tags", {"a": 1}, "valid string"),
+    ],
+)
+def test_types_are_told_in_one_problem(path: str, value: Any, expected: str) -> None:
+    found = problems(with_field(path, value))
+    assert list(found) == [path]
+    assert expected in found[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("train.warmup", 2.5, "expected whole steps, or a share below 1"),
+        ("train.min_learning_rate", 1.0, "expected at most train.learning_rate"),
+        ("train.betas", [0.9, 1.0], "expected two numbers in [0, 1)"),
+        ("data.columns", {"question": "q"}, "unknown name: expected one of"),
+        ("cluster.env", {"HF_TOKEN": "hf_secret"}, "looks like a secret"),
+        ("checkpoint.dir", "s3://bucket/x", "expected a path that every node can open"),
+    ],
+)
+def test_what_types_cannot_say(path: str, value: Any, message: str) -> None:
+    found = problems(with_field(path, value))
+    assert any(message in text for text in found.values()), found
+    assert "hf_secret" not in str(found)
+
+
+def test_combinations_between_sections() -> None:
+    found = problems(MINIMAL | {"parallel": {"kind": "single"}, "cluster": {"processes": 2}})
+    assert "use ddp or fsdp" in found["parallel.kind"]
+    found = problems(MINIMAL | {"train": {"epochs": 1, "max_steps": 2}})
+    assert "contradict each other" in found["train.max_steps"]
+
+
+def test_secrets_are_not_repeated() -> None:
+    found = problems(with_field("cluster.env", {"HF_TOKEN": ["hf_secret"]}))
+    assert "hf_secret" not in str(found)
+
+
+@pytest.mark.parametrize("key", config_checks._LATER)
+def test_what_a_later_version_builds_is_refused_by_name(key: str) -> None:
+    path, _, value = key.partition("=")
+    found = problems(with_field(path, value or "anything"))
+    assert "is not available in this version: " in found[path]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("data.train", ["a.jsonl", "b.jsonl"]),
+        ("data.train", "table:main.a.b"),
+        ("data.eval", "delta:/x"),
+        ("model.source", "models:/name@champion"),
+    ],
+)
+def test_sources_of_a_later_version_are_refused(path: str, value: Any) -> None:
+    assert "not available in this version" in problems(with_field(path, value))[path]
+
+
+def test_field_paths_follow_the_sections() -> None:
+    assert [path.split(".")[0] for path in field_paths() if path.endswith(".kind")] == ["parallel"]
+    assert list(dict.fromkeys(path.split(".")[0] for path in field_paths())) == list(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [("HF_TOKEN", True), ("my_api_key", True), ("AWS_SECRET_ACCESS_KEY", True), ("HF_HOME", False)],
+)
+def test_secret_names(name: str, secret: bool) -> None:
+    assert config_checks.is_secret_name(name) is secret
