@@ -115,7 +115,11 @@ def failure(
     lonely = first is not None and bool(_FOLLOWERS.search(first.error)) and bool(missing)
     if first is None or first.stopped or lonely:
         # Nobody failed by itself: a node or an executor was lost, or nothing was started.
-        peers = f"rank {first.rank} says: {first.error}" if first and lonely else ""
+        peers = (
+            f"rank {first.rank} on {first.node}, the first to end, says: {first.error}"
+            if first
+            else ""
+        )
         if first is None and not missing:
             unknown = "rank 0 finished without a result"
         return TrainingFailed(
@@ -143,7 +147,7 @@ def failure(
 def _missing_text(ranks: list[int]) -> str:
     if not ranks:
         return ""
-    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8])) + (f" ... ({len(ranks)})" if len(ranks) > 8 else "")
     return f"no record of how rank{'s' if len(ranks) > 1 else ''} {shown} ended"
 
 

@@ -351,6 +351,9 @@ def _loss_difference(
 ) -> float:
     """Our mean loss against that of the model's own logits, and the head's logits, enlarged,
     against the model's (a soft-cap bends only large ones, a new model's are small)."""
+    head = module.model.get_output_embeddings()
+    if head is None or module.decoder is module.model:
+        return float("inf")
     rows = [[ids] for ids in documents] if module.padded else [documents]
     batch = _batch_of(rows, device)
     heads: list[Tensor] = []
@@ -364,7 +367,7 @@ def _loss_difference(
     own = nn.functional.cross_entropy(logits.flatten(0, 1)[batch.positions].float(), targets)
     ours = root(**batch.inputs()) / batch.trained
     loss = float((ours - own).abs() / own.abs().clamp(min=1.0))
-    hook = module.model.get_output_embeddings().register_forward_hook(enlarge)
+    hook = head.register_forward_hook(enlarge)
     try:
         large = _logits(root, batch)
     finally:

@@ -112,17 +112,21 @@ def run(
 def forget_arguments(*, at_end: bool) -> None:
     """Delete the file in which the launcher left this function's arguments, secrets included.
 
-    The launcher deletes it at the end, unless it is killed. A rank with a launcher of its own does
-    it at once; ranks that share one do it at the end, since another may not have read it yet.
+    The launcher deletes its folder at the end, unless it is killed, as Spark does when another
+    rank has failed. A rank with a launcher of its own deletes the file at once and, if it failed,
+    the folder; ranks that share one delete the file at the end, since another may not have read it.
     """
     alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    if alone == at_end or script.name != "train.py":
+    if script.name != "train.py":
         return
     with node.Capture():
         found = re.search(r'open\("([^"]+)", "rb"\)', script.read_text(encoding="utf-8"))
         if found and Path(found[1]).parent == script.parent:
-            Path(found[1]).unlink(missing_ok=True)
+            if alone or at_end:
+                Path(found[1]).unlink(missing_ok=True)
+            if alone and at_end:
+                shutil.rmtree(script.parent, ignore_errors=True)
 
 
 def _supervise(job: Job, parent: int) -> Ending:
@@ -165,7 +169,8 @@ class Trainer:
         )
         plan = folder / "plan.json"
         plan.write_text(job.plan_json, encoding="utf-8")
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # Spark's Python daemon hangs up on its children when its executor is lost.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         # -P: the current folder's files never stand in for a package's modules.
         # No thread may run yet: the child does something between fork and exec.

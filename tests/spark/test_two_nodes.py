@@ -74,7 +74,8 @@ def test_four_ranks_meet_across_the_nodes(seen: dict[str, Any]) -> None:
 
 def test_a_lost_executor_ends_the_run(seen: dict[str, Any]) -> None:
     assert "ExecutorLostFailure" in seen["lost"]["error"]
-    assert "127.0.0.3" in seen["lost"]["error"]
+    assert "on node-b, the first to end" in seen["lost"]["error"]
     assert "a machine or an executor was lost" in seen["lost"]["error"]
     assert seen["lost"]["left"] == []
+    assert seen["lost"]["secrets"] == []
     assert seen["lost"]["after_s"] < 60

@@ -21,6 +21,7 @@ from dbx_llmtrain.errors import ClusterError, StagingError, TrainingFailed
 from tests.spark import spark_env
 from tests.spark.helpers import artifact, make_plan, trainers
 
+SECRETS = {"TEST_SECRET": "s3cret-value"}
 NODES = {"node-a": "127.0.0.2", "node-b": "127.0.0.3"}
 
 
@@ -127,11 +128,16 @@ def lose_an_executor(spark: Any, folder: Path) -> dict[str, Any]:
             killed.append(time.time())
 
     try:
-        launch.launch(spark, plan, {}, module="rank_program", on_poll=kill_when_all_run)
+        launch.launch(spark, plan, SECRETS, module="rank_program", on_poll=kill_when_all_run)
         error = ""
     except TrainingFailed as failure:
         error = str(failure)
-    return {"error": error, "after_s": time.time() - killed[0], "left": trainers(plan)}
+    secrets = [
+        str(path) for path in folder.glob("node-*/tmp/**/*") if path.is_file()
+        and b"s3cret-value" in path.read_bytes()
+    ]  # fmt: skip
+    after_s = time.time() - killed[0]
+    return {"error": error, "after_s": after_s, "left": trainers(plan), "secrets": secrets}
 
 
 def executor_of(host: str) -> int:
@@ -166,7 +172,7 @@ def main(folder: Path) -> None:
         seen["report"] = cluster.probe(spark).model_dump(mode="json")
         seen |= stage(spark, folder)
         plan = make_plan(folder / "run", action="all_reduce", ranks=4)
-        result = launch.launch(spark, plan, {}, module="rank_program")
+        result = launch.launch(spark, plan, SECRETS, module="rank_program")
         seen["result"] = result.model_dump()
         records = [json.loads(path.read_text()) for path in (folder / "run/logs").glob("*.json")]
         seen["ranks"] = [record["node"] for record in records]

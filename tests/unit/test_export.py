@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from dbx_llmtrain.worker.world import World
 from safetensors import safe_open
 
 from dbx_llmtrain import storage
@@ -16,6 +15,7 @@ from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.export import Probe, export, source_dtype
 from dbx_llmtrain.worker.generation import check_generation_config, end_of_turn
 from dbx_llmtrain.worker.model import load_model, load_tokenizer
+from dbx_llmtrain.worker.world import World
 from tests import tiny
 from tests.unit.test_model import _bf16
 

@@ -390,6 +390,16 @@ class TestProbe:
         assert abs(loss - expected_loss) < 1e-6
         assert reference.difference(found, expected) < 1e-6
 
+    def test_a_model_whose_decoder_cannot_be_told_apart_computes_its_own_logits(self) -> None:
+        model = tiny.llama()
+        type(model).base_model_prefix, prefix = "nothing", type(model).base_model_prefix
+        model.get_decoder = lambda: model
+        try:
+            result = probe(module := _module(model), module, device="cpu", max_length=64)
+        finally:
+            type(model).base_model_prefix = prefix
+        assert result.own_logits
+
     def test_c25_a_family_that_mixes_packed_documents_gets_padded_rows(self) -> None:
         from transformers import MambaConfig, MambaForCausalLM
 

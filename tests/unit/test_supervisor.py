@@ -179,10 +179,11 @@ def test_output_survives_an_ascii_launcher(tmp_path: Path) -> None:
     assert "[rank 1] caf\\ufffd is not UTF-8" in printed
 
 
-def test_sigterm_ends_the_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_trainer(tmp_path: Path, number: int) -> None:
     run = Supervised(tmp_path, "wait")
     run.wait_for("waiting")
-    run.process.terminate()
+    run.process.send_signal(number)
     code, _, record = run.end()
     assert code == 1
     assert record.stopped
@@ -275,6 +276,7 @@ def test_the_file_with_the_secrets_is_deleted(
         [sys.executable, str(script)], env=environ, capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == exists
+    assert script.exists() == (ranks_of_launcher == "2"), "a folder of its own is removed"
 
 
 def test_only_the_launchers_own_file_is_deleted(tmp_path: Path) -> None:
