@@ -85,7 +85,8 @@ seed, data_seed -> train.seed
 full_determinism -- the order of rows is; set torch's switches in the cluster's init script
 use_cpu, no_cuda, use_mps_device -> cluster.use_gpu
 tpu_num_cores, tpu_metrics_debug -- TPUs are not supported
-use_ipex, jit_mode_eval, past_index, mp_parameters -- not used by language models of today
+use_ipex, jit_mode_eval, past_index, mp_parameters, use_legacy_prediction_loop -- \
+not used by language models of today
 tp_size, parallelism_config -- tensor, pipeline and context parallelism are not supported
 accelerator_config, dispatch_batches, split_batches -- every rank reads its own rows
 dataloader_drop_last -- the last step of an epoch is short, no row is left out

@@ -8,6 +8,7 @@ until every live executor's host has answered or the time is over.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +32,8 @@ _START_S = 60.0
 """How long to wait for the executors that the configuration promises."""
 _SETTLE_S = 2.0
 """Without such a promise, executors are all there when none has come for so long."""
+_settled: dict[str, int] = {}
+"""Executors that each application ended up with: what has been waited for once."""
 _FIRST_HOLD_S, _LATER_HOLD_S = 0.3, 1.0
 
 
@@ -244,7 +247,11 @@ def slots(sc: SparkContext) -> int:
 
 
 def _wait_for_executors(sc: SparkContext, deadline: float) -> None:
-    """Executors register some seconds after the session is made: wait for all of them."""
+    """Executors register some seconds after the session is made: wait for all of them, once."""
+    if sc.getConf().get(preflight.DYNAMIC, "false").lower() == "true":
+        return  # they are started for a job, not before
+    if len(executor_hosts(sc)) >= _settled.get(sc.applicationId, sys.maxsize):
+        return
     wanted = preflight.promised_executors(dict(sc.getConf().getAll()), sc.master)
     until = min(deadline, time.monotonic() + _START_S)
     count, since = 0, time.monotonic()
@@ -254,7 +261,7 @@ def _wait_for_executors(sc: SparkContext, deadline: float) -> None:
             count, since = now, time.monotonic()
         settled = time.monotonic() - since >= _SETTLE_S
         if count and (count >= wanted if wanted else settled):
-            return
+            break
         time.sleep(0.2)
     if not count:
         raise ClusterError(
@@ -267,7 +274,9 @@ def _wait_for_executors(sc: SparkContext, deadline: float) -> None:
                 )
             ]
         )
-    logger.warning("%d executors are there, %s were expected", count, wanted or "more")
+    if wanted and count < wanted:
+        logger.warning("%d executors are there, %d were expected", count, wanted)
+    _settled[sc.applicationId] = count
 
 
 def probe(

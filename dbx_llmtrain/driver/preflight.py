@@ -19,7 +19,7 @@ from dbx_llmtrain.records import ClusterReport
 TASK_GPUS = "spark.task.resource.gpu.amount"
 DRIVER_GPUS = "spark.driver.resource.gpu.amount"
 IGNORE_SSL = "pytorch.spark.distributor.ignoreSsl"
-_DYNAMIC = "spark.dynamicAllocation.enabled"
+DYNAMIC = "spark.dynamicAllocation.enabled"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PYTHON_MEMORY = "spark.executor.pyspark.memory"
 
@@ -120,13 +120,13 @@ def _slots(case: _Case) -> list[Finding]:
 
 
 def _dynamic_allocation(case: _Case) -> list[Finding]:
-    if case.conf.get(_DYNAMIC, "false").lower() != "true":
+    if case.conf.get(DYNAMIC, "false").lower() != "true":
         return []
     return [
         _error(
             "dynamic allocation",
-            f"{_DYNAMIC} is true: all ranks have to start together, which Spark refuses with it. "
-            f"Set {_DYNAMIC} false and give the cluster a fixed number of workers",
+            f"{DYNAMIC} is true: all ranks have to start together, which Spark refuses with it. "
+            f"Set {DYNAMIC} false and give the cluster a fixed number of workers",
         )
     ]
 

@@ -318,7 +318,7 @@ def write_export(job: Job, collected: Collected | None, generation: Generation) 
 
 
 def measure(job: Job, progress: Progress) -> dict[str, float]:
-    """The run's metrics, the same on every rank. All ranks call it."""
+    """The run's metrics; times are by this rank's clock. All ranks call it."""
     import torch
     import torch.distributed as dist
 

@@ -335,9 +335,11 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _read_step(folder: Path, failure: dict[str, Any]) -> int | None:
+    if isinstance(failure.get("step"), int):
+        return int(failure["step"])
     try:
-        return int(failure.get("step") or (folder / "step").read_text())
-    except (OSError, ValueError, TypeError):
+        return int((folder / "step").read_text())
+    except (OSError, ValueError):
         return None
 
 
