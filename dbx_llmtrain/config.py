@@ -128,7 +128,7 @@ class OptimConfig(Section):
     """Steps of linear warm-up (an integer), or their share of the run (below 1; rounded up)."""
 
     min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate of the last step."""
+    """Learning rate of the last step. 0: of the step that would follow it, so that it learns."""
 
     optimizer: Literal["adamw"] = "adamw"
     """AdamW, fused where the device has it."""

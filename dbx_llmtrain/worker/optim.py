@@ -45,6 +45,7 @@ def learning_rate(step: int, train: OptimConfig, *, warmup_steps: int, total_ste
 
     Warm-up: peak * step / warmup_steps, so the first step already learns. Then from the peak down
     to ``min_learning_rate``, which the last step has: along a half cosine, a line, or not at all.
+    A lowest rate of 0 is reached one step later, where the run is over: the last step learns, too.
     """
     peak, lowest = train.learning_rate, min(train.min_learning_rate, train.learning_rate)
     if step <= warmup_steps:
@@ -52,6 +53,7 @@ def learning_rate(step: int, train: OptimConfig, *, warmup_steps: int, total_ste
     if train.schedule == "constant":
         return peak
     top = max(warmup_steps, 1)
-    gone = min(1.0, (step - top) / max(1, total_steps - top))
+    length = total_steps - top + (lowest == 0)
+    gone = min(1.0, (step - top) / max(1, length))
     left = 1 - gone if train.schedule == "linear" else (1 + math.cos(math.pi * gone)) / 2
     return lowest + (peak - lowest) * left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from safetensors import safe_open
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.errors import CheckpointError
-from dbx_llmtrain.worker.export import Probe, export, source_dtype
-from dbx_llmtrain.worker.generation import check_generation_config, end_of_turn
-from dbx_llmtrain.worker.model import load_model, load_tokenizer
+from dbx_llmtrain.worker.export import Collected, gather, source_dtype, write_export
+from dbx_llmtrain.worker.generation import check_generation_config
+from dbx_llmtrain.worker.model import load_model
 from dbx_llmtrain.worker.world import World
 from tests import tiny
 from tests.unit.test_model import _bf16
+
+END_OF_TURN = 4
+"""Id of ``<|im_end|>``, with which the tiny tokenizer's template ends a turn."""
 
 WORLD = World(
     rank=0, size=1, local_rank=0, node="n", host="h", device="cpu", ranks_on_host=1
@@ -34,26 +38,24 @@ def _trained(folder: Path, *, seed: int = 7) -> Any:
     return model
 
 
-def _probe(model: Any) -> Probe:
+def _collect(source: Path, model: Any) -> Collected:
+    """What ``export.collect`` gathers, without a process group."""
     ids = torch.arange(3, 15)[None, :]
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, use_cache=False).logits
-    return Probe(ids, logits)
+    return Collected(gather(model, source_dtype(source), WORLD), ids, logits)
 
 
-def _export(source: Path, target: Path, model: Any = None, probe: Probe | None = None) -> Path:
-    model = model or _trained(source)
-    path = export(
+def _export(
+    source: Path, target: Path, collected: Collected | None = None, ends: tuple[int, ...] = ()
+) -> Path:
+    return write_export(
         target,
-        model=model,
-        probe=probe or _probe(model),
+        collected=collected or _collect(source, _trained(source)),
         source=source,
-        generation=check_generation_config(source),
-        world=WORLD,
+        generation=check_generation_config(source, ends),
         scratch=source.parent / "scratch",
     )
-    assert path == target
-    return target
 
 
 def _keys(folder: Path) -> set[str]:
@@ -66,51 +68,48 @@ def test_c94_export_reloads_with_no_key_amiss_and_equal_logits(tmp_path: Path, t
     from transformers import AutoModelForCausalLM
 
     source = tiny.model_folder(tmp_path / "source", tied=tied)
-    model = _trained(source)
-    probe = _probe(model)
-    target = _export(source, tmp_path / "export", model, probe)
+    collected = _collect(source, _trained(source))
+    target = _export(source, tmp_path / "export", collected)
     reopened, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
-        logits = reopened(input_ids=probe.input_ids).logits
-    assert float((logits - probe.logits).abs().max()) == 0.0
+        logits = reopened(input_ids=collected.input_ids).logits
+    assert float((logits - collected.logits).abs().max()) == 0.0
     assert storage.read_manifest(target) is not None
     assert not any((tmp_path / "scratch").iterdir())
 
 
 def test_c94_a_model_with_other_logits_is_refused(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source")
-    model = _trained(source)
-    probe = _probe(model)
-    other = Probe(probe.input_ids, probe.logits.roll(1, dims=1))
+    collected = _collect(source, _trained(source))
+    other = replace(collected, logits=collected.logits.roll(1, dims=1))
     with pytest.raises(CheckpointError, match=r"logits are .* off the running model's"):
-        _export(source, tmp_path / "export", model, other)
+        _export(source, tmp_path / "export", other)
     assert not (tmp_path / "export").exists()
     assert not any((tmp_path / "scratch").iterdir())
 
 
 def test_c94_a_model_with_a_prefix_in_its_names_is_refused(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source")
-    model = _trained(source)
-    probe = _probe(model)
+    collected = _collect(source, _trained(source))
+    prefixed = {f"module.{name}": tensor for name, tensor in collected.weights.items()}
     with pytest.raises(CheckpointError, match=r"do not fit .*module\.model\.embed_tokens"):
-        _export(source, tmp_path / "export", torch.nn.ModuleDict({"module": model}), probe)
+        _export(source, tmp_path / "export", replace(collected, weights=prefixed))
     assert not (tmp_path / "export").exists()
 
 
 def test_c94_a_lacking_weight_is_refused(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source")
-    model = _trained(source)
-    probe = _probe(model)
-    del model.model.norm.weight
+    collected = _collect(source, _trained(source))
+    del collected.weights["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
-        _export(source, tmp_path / "export", model, probe)
+        _export(source, tmp_path / "export", collected)
 
 
 def test_c95_tied_weights_are_written_once(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source", tied=True)
     model = _trained(source)
-    target = _export(source, tmp_path / "export", model)
+    target = _export(source, tmp_path / "export", _collect(source, model))
     assert "lm_head.weight" not in _keys(target)
     size = (target / "model.safetensors").stat().st_size
     wanted = 4 * sum(weight.numel() for weight in model.parameters())
@@ -128,7 +127,7 @@ def test_c100_export_has_the_type_of_the_source(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source", tied=True)
     _bf16(source)
     model = _trained(source)
-    target = _export(source, tmp_path / "export", model)
+    target = _export(source, tmp_path / "export", _collect(source, model))
     reopened = AutoModelForCausalLM.from_pretrained(target, **dtype_argument("auto"))
     assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
     masters = dict(model.named_parameters())
@@ -202,33 +201,20 @@ def test_a_sound_generation_config_is_copied_as_it_is(tmp_path: Path) -> None:
     assert (target / "generation_config.json").read_text() == text
 
 
-def test_c98_the_end_of_turn_token_ends_generation(tmp_path: Path) -> None:
+def test_c98_what_ends_the_answers_ends_generation(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source")
-    turn_end = load_tokenizer(source).convert_tokens_to_ids("<|im_end|>")
-    assert end_of_turn(source) == (turn_end, "<|im_end|>")
-    target = _export(source, tmp_path / "export")
+    target = _export(source, tmp_path / "export", ends=(END_OF_TURN,))
     exported = json.loads((target / "generation_config.json").read_text())
-    assert exported["eos_token_id"] == [2, turn_end]
+    assert exported["eos_token_id"] == [2, END_OF_TURN]
+    assert check_generation_config(source, [END_OF_TURN]).notes == (
+        f"eos_token_id: added {END_OF_TURN}, with which the answers in the data end",
+    )
+    assert check_generation_config(source, [2]).content is None
     (source / "generation_config.json").unlink()
-    assert check_generation_config(source).content == {
+    assert check_generation_config(source, [END_OF_TURN, 2]).content == {
         "bos_token_id": 1,
-        "eos_token_id": [2, turn_end],
+        "eos_token_id": [2, END_OF_TURN],
     }
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}",
-        "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
-        "{{ raise_exception('only for machines') }}",
-        "no answer in here",
-        None,
-    ],
-)
-def test_c98_templates_that_need_no_further_end_token(tmp_path: Path, template: str | None) -> None:
-    source = tiny.model_folder(tmp_path / "source", chat_template=template)
-    assert check_generation_config(source).content is None
 
 
 def test_c99_tokenizer_and_template_are_the_same_after_reload(tmp_path: Path) -> None:
@@ -270,4 +256,4 @@ def test_an_export_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source")
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"the export .* cannot be written"):
-        _export(source, tmp_path / "file" / "export", probe=None)
+        _export(source, tmp_path / "file" / "export")

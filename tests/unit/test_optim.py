@@ -76,7 +76,7 @@ def test_adamw_is_fused_with_the_betas_asked_for() -> None:
 
 
 def test_c61_the_first_step_of_the_warm_up_learns() -> None:
-    assert _rates(6, 2)[:3] == [0.5, 1.0, pytest.approx((1 + math.cos(math.pi / 4)) / 2)]
+    assert _rates(6, 2)[:3] == [0.5, 1.0, pytest.approx((1 + math.cos(math.pi / 5)) / 2)]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
@@ -88,13 +88,20 @@ def test_c61_the_last_step_has_the_lowest_rate_and_none_is_below(schedule: str) 
     assert min(rates[2:]) >= 0.1 - 1e-12
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_c61_no_step_is_run_at_a_rate_of_zero(schedule: str) -> None:
+    assert min(_rates(10, 3, schedule=schedule)) > 0
+    assert min(_rates(2, 1, schedule=schedule)) > 0
+
+
 def test_linear_is_a_line_and_constant_stays() -> None:
-    assert _rates(5, 1, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    falling = _rates(5, 1, schedule="linear", min_learning_rate=0.2)
+    assert falling == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
     assert _rates(4, 2, schedule="constant") == [0.5, 1.0, 1.0, 1.0]
 
 
 def test_without_warm_up_the_first_step_has_the_peak() -> None:
-    assert _rates(3, 0, schedule="linear") == pytest.approx([1.0, 0.5, 0.0])
+    assert _rates(3, 0, schedule="linear") == pytest.approx([1.0, 2 / 3, 1 / 3])
     assert _rates(1, 0) == [1.0]
     assert _rates(1, 1) == [1.0]
 

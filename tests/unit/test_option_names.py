@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +12,8 @@ from dbx_llmtrain import config_checks, option_names
 from dbx_llmtrain.config import TrainConfig, field_paths
 from dbx_llmtrain.errors import ConfigError
 from dbx_llmtrain.option_names import OPTIONS
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_row_leads_to_a_field_or_says_why_not() -> None:
@@ -111,3 +116,11 @@ def test_the_error_for_an_unknown_key_says_the_name() -> None:
     assert "train.num_train_epochs: unknown key: Hugging Face's name for train.epochs" in text
     assert "Hugging Face's name for train.warmup (a share of the run when below 1)" in text
     assert "device_map has no counterpart here: every rank has one device" in text
+
+
+def test_the_page_of_options_is_the_table() -> None:
+    """Rewrite it with: python tools/option_table.py > docs/options.md"""
+    written = subprocess.run(
+        [sys.executable, ROOT / "tools" / "option_table.py"], capture_output=True, check=True
+    )
+    assert (ROOT / "docs" / "options.md").read_bytes() == written.stdout
