@@ -92,20 +92,16 @@ def _cluster(report: ClusterReport) -> Page:
     summary = (
         f"Spark {report.spark_version}, {_many(len(nodes), 'node')}, {_many(gpus, 'GPU')}, {place}"
     )
-    listed = [node for node in (report.driver, *report.nodes) if node]
-    rows = tuple(_node_row(node, i == 0) for i, node in enumerate(listed))
+    # On one machine the driver's node is also a worker.
+    listed = list({node.node: node for node in (report.driver, *report.nodes)}.values())
+    rows = tuple(_node_row(node, node.node == report.driver.node) for node in listed)
     parts: list[str | Table] = [
         summary,
         Table(("node", "CPUs", "memory free", "disk free", "local folder", "GPUs"), rows),
     ]
     gpu_rows = tuple(_gpu_row(node, gpu) for node in listed for gpu in node.gpus)
     if gpu_rows:
-        parts.append(
-            Table(
-                ("node", "GPU", "name", "memory used", "driver", "uuid"),
-                tuple(dict.fromkeys(gpu_rows)),
-            )
-        )
+        parts.append(Table(("node", "GPU", "name", "memory used", "driver", "uuid"), gpu_rows))
     parts += _packages(listed)
     parts += [f"{node.node}: {node.problem}" for node in listed if node.problem]
     if report.missing:

@@ -66,7 +66,11 @@ METRICS: dict[str, str] = {
     "eval_loss": "mean loss of the held-out rows' trained tokens",
     "eval_perplexity": "exp(eval_loss)",
 }
-"""Names of the metrics of events and of the MLflow run. Step = optimizer steps done."""
+"""Names of the metrics of events and of the MLflow run. Step = optimizer steps done.
+
+At the end the metrics of the result are logged at the last step, so that the last value of
+``tokens_per_second`` and ``eval_loss`` is that of the whole run.
+"""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,15 +22,14 @@ def run(plan: RunPlan) -> RankResult:
     """
     from dbx_llmtrain.worker import generation, loop, model, reporting, session
 
-    started = time.perf_counter()
     rank = int(launcher_environment(os.environ).get("RANK", "0"))
     with reporting.reporting(plan, rank) as report, session.scratch_folder(plan, rank) as scratch:
-        folders = session.stage(plan)
+        folders = session.stage(plan, scratch)
         ends = generation.check_generation_config(folders.model, plan.data.end_tokens)
         with open_world(use_gpu=plan.use_gpu) as world:
             network = model.load_model(folders.model, attention=plan.attention)
             model.check_same_weights(network)
-            job = session.set_up(plan, world, network, folders, report, scratch, started)
+            job = session.set_up(plan, world, network, folders, report)
             progress = session.resume(job)
             report.started(progress.step, [*ends.notes, *job.probe.reasons])
             session.evaluate_first(job, progress)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,7 @@ class Reporter:
 
     def __init__(self, plan: RunPlan, rank: int, local: Path) -> None:
         self._plan = plan
+        self._began = time.perf_counter()
         self._handover = Handover()
         self._step = 0
         self._log: EventLog | None = None
@@ -97,6 +99,10 @@ class Reporter:
             _keep_earlier(shared, local)
             self._log = EventLog(local, shared, plan.attempt, rank)
             self._tracker = RankTracker(plan.tracking)
+
+    def elapsed(self) -> float:
+        """Seconds since this rank began."""
+        return time.perf_counter() - self._began
 
     def started(self, step: int, notes: Sequence[str]) -> None:
         """All is set up; ``step`` steps have been done before, by an earlier attempt."""

@@ -6,7 +6,6 @@ import hashlib
 import math
 import random
 import resource
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -39,10 +38,11 @@ EXPORT = "export"
 
 @dataclass(frozen=True)
 class Folders:
-    """On this node's own disk: the staged model and data."""
+    """On this node's own disk: the staged model and data, and this rank's temporary files."""
 
     model: Path
     data: Path
+    scratch: Path
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,6 @@ class Job:
     held_out: Split | None
     probe: ProbeResult
     reporter: Reporter
-    scratch: Path
-    started: float
-    """``time.perf_counter()`` when this rank began."""
 
 
 @dataclass
@@ -97,13 +94,13 @@ class Progress:
         return cls(**(state | windows), saved=saved)
 
 
-def stage(plan: RunPlan) -> Folders:
+def stage(plan: RunPlan, scratch: Path) -> Folders:
     """Copies of model and data on this node, made by the first rank that needs them."""
     model, data = (
         node.stage(artifact.model_dump(), plan.local_dir)
         for artifact in (plan.model.artifact, plan.data.artifact)
     )
-    return Folders(model, data)
+    return Folders(model, data, scratch)
 
 
 @contextmanager
@@ -130,13 +127,7 @@ def scratch_folder(plan: RunPlan, rank: int) -> Iterator[Path]:
 
 
 def set_up(
-    plan: RunPlan,
-    world: World,
-    model: nn.Module,
-    folders: Folders,
-    reporter: Reporter,
-    scratch: Path,
-    started: float,
+    plan: RunPlan, world: World, model: nn.Module, folders: Folders, reporter: Reporter
 ) -> Job:
     """Wrap the model, build what trains it, and prove on it that the loss is right.
 
@@ -175,8 +166,6 @@ def set_up(
         held_out=held_out,
         probe=probed,
         reporter=reporter,
-        scratch=scratch,
-        started=started,
     )
 
 
@@ -242,7 +231,7 @@ def finish_step(job: Job, progress: Progress, report: StepReport) -> None:
     """
     progress.step = report.step
     if not progress.timed:
-        progress.seconds_to_first_step = time.perf_counter() - job.started
+        progress.seconds_to_first_step = job.reporter.elapsed()
         progress.timed = True
     progress.window.add(report)
     finite = math.isfinite(report.loss)
@@ -289,7 +278,7 @@ def save(job: Job, progress: Progress) -> None:
             world=job.world,
             state=progress.state(),
             identity=_identity(job.plan),
-            scratch=job.scratch,
+            scratch=job.folders.scratch,
         )
         job.reporter.saved("checkpoint", folder)
     progress.saved = folder
@@ -311,7 +300,7 @@ def write_export(job: Job, collected: Collected | None, generation: Generation) 
         collected=collected,
         source=job.folders.model,
         generation=generation,
-        scratch=job.scratch,
+        scratch=job.folders.scratch,
     )
     job.reporter.saved("export", target)
     return str(target)

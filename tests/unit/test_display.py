@@ -33,7 +33,8 @@ def test_a_cluster_without_gpus_is_normal_and_problems_are_told() -> None:
 
 
 def test_one_machine_is_listed_once() -> None:
-    report = sample.cluster(local=True, master="local[2]", nodes=(), executors=())
+    here = sample.node("driver")
+    report = sample.cluster(local=True, master="local[2]", nodes=(here,), executors=())
     text = str(report)
     assert text.count("8 ") == 1
     assert "1 node, 0 GPUs, no executors: ranks run on the driver's machine" in text

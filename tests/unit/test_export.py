@@ -119,6 +119,23 @@ def test_c95_tied_weights_are_written_once(tmp_path: Path) -> None:
     assert abs(size - header - wanted) <= 0.01 * wanted
 
 
+def test_a_large_model_is_written_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dbx_llmtrain.worker import export
+
+    monkeypatch.setattr(export, "MAX_SHARD", "50KB")
+    source = tiny.model_folder(tmp_path / "source")
+    target = _export(source, tmp_path / "export")
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert len(index["weight_map"]) == 21
+    assert len(set(index["weight_map"].values())) > 2
+    # What was exported is a source like any other.
+    again = load_model(target, attention="sdpa")
+    trained = _trained(source)
+    assert torch.equal(again.lm_head.weight, trained.lm_head.weight)
+
+
 def test_c100_export_has_the_type_of_the_source(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
