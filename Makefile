@@ -68,6 +68,11 @@ format: .venv/packages.stamp ## Lay the code out as lint wants it
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+.PHONY: wheel
+wheel: .venv/packages.stamp ## The package for a cluster, in dist/
+	@$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+	@ls dist/*.whl
+
 .PHONY: clean
 clean: ## Remove the environments and what runs and tools left
 	rm -rf .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache build dist runs examples/data *.egg-info

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -77,6 +76,7 @@ def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
     on_databricks = "DATABRICKS_RUNTIME_VERSION" in os.environ
     parent = planning.checkpoint_dir(cfg, report, on_databricks=on_databricks)
     folder = run_folder.name_folder(cfg, parent, now=datetime.datetime.now())
+    resume_from = run_folder.resume_point(cfg, folder)
     cache = run_folder.make_folder(folder.cache)
     model = sources.resolve_model(cfg.model, cache)
     data = prepare.prepare_data(cfg, model, cache)
@@ -89,5 +89,5 @@ def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
         attempt=folder.attempt,
         run_name=folder.name,
         run_dir=str(folder.path),
-        resume_from=run_folder.resume_point(cfg, folder),
+        resume_from=resume_from,
     )

@@ -30,10 +30,17 @@ class Layout:
 
 
 def choose_layout(cfg: TrainConfig, cluster: ClusterReport) -> Layout:
-    """Number of ranks, their machine and device, from the probe."""
+    """Number of ranks, their machine and device, from the probe.
+
+    Raises ``ConfigError`` where the batch cannot be cut for that many ranks: the earliest moment
+    at which that is known.
+    """
     local, why_local = _local_mode(cfg, cluster)
     use_gpu, why_gpu = _use_gpu(cfg, cluster, local)
     processes, why_processes = _processes(cfg, cluster, local, use_gpu)
+    _, problems = _batch(cfg, processes)
+    if problems:
+        raise ConfigError(problems)
     decisions = (
         Decision(name="cluster.local_mode", value=local, reason=why_local),
         Decision(name="cluster.use_gpu", value=use_gpu, reason=why_gpu),

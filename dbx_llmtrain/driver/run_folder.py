@@ -47,10 +47,17 @@ def make_folder(path: Path) -> Path:
 def resume_point(cfg: TrainConfig, folder: RunFolder) -> str | None:
     """The checkpoint to go on from, by ``checkpoint.resume``; ``None`` for a fresh start.
 
-    Raises ``CheckpointError`` when a checkpoint that was named is not a complete one.
+    Raises ``CheckpointError`` when a checkpoint that was named is not a complete one, and for a
+    fresh start in a folder that has checkpoints: a later resume would take the wrong ones.
     """
     wanted = cfg.checkpoint.resume
     if wanted == "never":
+        old = storage.latest_checkpoint(folder.path)
+        if old is not None:
+            raise CheckpointError(
+                f"checkpoint.resume is never, but {old} is from an earlier run of this name: give "
+                "another tracking.run_name, remove that folder, or set checkpoint.resume=auto"
+            )
         return None
     if wanted == "auto":
         found = storage.latest_checkpoint(folder.path)

@@ -151,19 +151,14 @@ def test_batch_arithmetic(train: dict[str, int], total: int, micro: int, accumul
 def test_contradicting_batch_numbers_are_refused_with_the_product() -> None:
     train = {"global_batch_size": 10, "micro_batch_size": 2, "gradient_accumulation_steps": 3}
     with pytest.raises(ConfigError, match=r"2 x 2 x 3 = 12, found 10") as caught:
-        plan(config(train=train), cluster(nodes=2))
+        planning.choose_layout(config(train=train), cluster(nodes=2))
     assert caught.value.problems[0].path == "train.global_batch_size"
 
 
-def test_every_fault_of_a_plan_is_reported_at_once() -> None:
-    cfg = config(
-        data={"max_length": 8192},
-        train={"global_batch_size": 10, "gradient_accumulation_steps": 4},
-    )
-    with pytest.raises(ConfigError) as caught:
-        plan(cfg, cluster(nodes=2))
-    paths = [problem.path for problem in caught.value.problems]
-    assert paths == ["train.global_batch_size", "data.max_length"]
+def test_rows_longer_than_the_models_positions_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 4096") as caught:
+        plan(config(data={"max_length": 8192}), cluster(nodes=2))
+    assert [problem.path for problem in caught.value.problems] == ["data.max_length"]
 
 
 @pytest.mark.parametrize(
