@@ -8,7 +8,7 @@ SHELL := /bin/bash
 PYTHON ?= python3.11 python3.12 python3.13 python3
 OLDEST_PYTHON ?= python3.11 python3.12
 # An index with CPU builds of torch, for machines where PyPI's CUDA build is too much:
-# make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# make setup TORCH_INDEX=URL
 export TORCH_INDEX
 
 BIN := $(CURDIR)/.venv/bin
