@@ -53,7 +53,9 @@ def answer(folder: str, question: str) -> Answer:
     """What the model in ``folder`` says, greedily."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     prompt = tokenizer.apply_chat_template(
