@@ -11,9 +11,29 @@ World = tuple[str, int]
 Results = dict[str, Any]
 
 
-@pytest.mark.parametrize("model", ["untied", "tied", "gpt2"])
+MODELS = pytest.mark.parametrize("model", ["untied", "tied", "gpt2"])
+
+
+@MODELS
+def test_c30_gradients_do_not_depend_on_accumulation(results: Results, model: str) -> None:
+    """Micro-batches of one row, with unequal numbers of trained tokens, against the whole batch."""
+    cuts = [found for name, found in results["parity"].items() if name.startswith(f"{model}-")]
+    assert len(cuts) == 2
+    assert all(found["gradient"] < 1e-6 for found in cuts)
+
+
+@MODELS
+def test_c31_ranks_are_weighted_by_token(world: World, results: Results, model: str) -> None:
+    """One micro-batch on each rank: nothing but the split over ranks differs from one process."""
+    _, size = world
+    found = results["parity"][f"{model}-{size}-{8 // size}-1"]
+    assert found["gradient"] < 1e-6
+    assert found["loss"] < 1e-6
+
+
+@MODELS
 @pytest.mark.parametrize("cut", ["whole", "one"])
-def test_c30_c31_c32_gradients_do_not_depend_on_the_cut(
+def test_c32_gradient_and_loss_do_not_depend_on_the_cut(
     world: World, results: Results, model: str, cut: str
 ) -> None:
     """(ranks, micro-batch, accumulation): (1,8,1) and (1,1,8), (2,4,1) and (2,1,4)."""
