@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dbx_llmtrain.records import RankResult, RunPlan
-from dbx_llmtrain.worker.world import launcher_environment, open_world
+from dbx_llmtrain.worker.world import launcher_environment, leave_process, open_world
 
 
 def run(plan: RunPlan) -> RankResult:
@@ -64,4 +64,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_process(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from dbx_llmtrain.worker.world import open_world
+from dbx_llmtrain.worker.world import leave_process, open_world
 
 
 def main() -> None:
@@ -27,3 +27,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_process(0)

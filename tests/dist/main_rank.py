@@ -18,6 +18,7 @@ from dbx_llmtrain import storage
 from dbx_llmtrain.errors import LlmTrainError
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker.main import run
+from dbx_llmtrain.worker.world import leave_process
 from tests.dist.launch import TIMEOUT
 
 
@@ -55,3 +56,4 @@ def meeting_port(file: Path, *, offer: bool) -> str:
 
 if __name__ == "__main__":
     main()
+    leave_process(0)

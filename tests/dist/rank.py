@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dbx_llmtrain.worker.world import open_world
+from dbx_llmtrain.worker.world import leave_process, open_world
 from tests.dist.cases import Context
 from tests.dist.launch import TIMEOUT
 
@@ -42,3 +42,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_process(0)
