@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dbx_llmtrain import planning, tracking
-from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.config import TrainConfig, require
 from dbx_llmtrain.driver import (
     cluster,
     launch,
@@ -32,7 +32,7 @@ def probe(cfg: TrainConfig | None = None, *, spark: SparkSession | None = None) 
     Raises ``ClusterError`` where Spark cannot run tasks that reach the nodes.
     """
     session = cluster.session(spark)
-    local_dir = cfg.cluster.local_dir if cfg else None
+    local_dir = require(cfg).cluster.local_dir if cfg is not None else None
     return cluster.probe(session, local_dir=local_dir)
 
 
@@ -69,6 +69,7 @@ def train(cfg: TrainConfig, *, spark: SparkSession | None = None) -> TrainResult
 
 def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
     """Check, probe, resolve the model, prepare the data, plan."""
+    cfg = require(cfg)
     preflight.require(preflight.check_before_jobs(cluster.conf(session)))
     report = cluster.probe(session, local_dir=cfg.cluster.local_dir)
     layout = planning.choose_layout(cfg, report)
@@ -80,7 +81,7 @@ def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
     cache = run_folder.make_folder(folder.cache)
     model = sources.resolve_model(cfg.model, cache)
     data = prepare.prepare_data(cfg, model, cache)
-    return planning.make_plan(
+    chosen = planning.make_plan(
         cfg,
         report,
         layout,
@@ -91,3 +92,4 @@ def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
         run_dir=str(folder.path),
         resume_from=resume_from,
     )
+    return run_folder.check_resume(chosen)

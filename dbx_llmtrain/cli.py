@@ -19,7 +19,9 @@ import click
 
 from dbx_llmtrain import api
 from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.driver import signals
 from dbx_llmtrain.errors import (
+    CheckpointError,
     ClusterError,
     ConfigError,
     DataError,
@@ -45,6 +47,12 @@ failed, 2 bad configuration or input, 3 the cluster cannot run it.
 """
 
 
+_MASTERS = (
+    r"local|local\[(\d+|\*)(,\s*\d+)?\]|local-cluster\[\s*\d+\s*,\s*\d+\s*,\s*\d+\s*\]|"
+    r"spark://\S+|yarn|k8s://\S+"
+)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Returns when it is done and leaves by ``SystemExit`` otherwise.
 
@@ -58,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; errors are printed without a Python traceback."""
     try:
-        returned = cli.main(arguments, prog_name="dbx-llmtrain", standalone_mode=False)
+        with signals.terminated():
+            returned = cli.main(arguments, prog_name="dbx-llmtrain", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -73,7 +82,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def exit_code(error: LlmTrainError) -> int:
     """The exit code that an error of ours has."""
-    if isinstance(error, (ConfigError, DataError)):
+    if isinstance(error, (ConfigError, DataError, CheckpointError)):
         return 2
     return 3 if isinstance(error, (ClusterError, StagingError)) else 1
 
@@ -201,6 +210,12 @@ def spark_session(master: str | None, conf: Sequence[str]) -> Iterator[SparkSess
 def _start(master: str, settings: dict[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
+    if not re.fullmatch(_MASTERS, master):
+        raise _cannot(
+            "--master",
+            f"expected local[N], local-cluster[N,CORES,MIB], spark://HOST:PORT, yarn or k8s://..., "
+            f"found {master!r}",
+        )
     if "JAVA_HOME" not in os.environ and shutil.which("java") is None:
         raise _cannot("java", "is not installed: Spark needs Java 17 (openjdk-17-jre-headless)")
     builder = SparkSession.builder.appName("dbx-llmtrain").master(master)

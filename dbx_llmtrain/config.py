@@ -6,7 +6,7 @@ arguments and ``key.path=value`` overrides, and refuses what it does not know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dbx_llmtrain import config_checks
+from dbx_llmtrain import overrides as overrides_
 from dbx_llmtrain.errors import ConfigError, Problem
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -250,7 +251,8 @@ class TrainConfig(Section):
             raise ConfigError(
                 [Problem("", f"expected sections {', '.join(SECTIONS)}, found {_kind(values)}")]
             )
-        return cls(**_apply(dict(values), overrides))
+        changed, problems = overrides_.apply(dict(values), overrides)
+        return _build(cls, changed, problems)
 
     @classmethod
     def from_yaml(cls, source: str | Path, *overrides: str) -> TrainConfig:
@@ -266,7 +268,8 @@ class TrainConfig(Section):
 
     def override(self, *overrides: str) -> TrainConfig:
         """A copy with ``"key.path=value"`` strings applied (values are read as YAML)."""
-        return type(self)(**_apply(self.to_dict(), overrides))
+        changed, problems = overrides_.apply(self.to_dict(), overrides)
+        return _build(type(self), changed, problems)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts with the fields that were set."""
@@ -276,6 +279,27 @@ class TrainConfig(Section):
     def to_yaml(self) -> str:
         """YAML that ``from_yaml`` reads back to an equal configuration."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def require(cfg: object) -> TrainConfig:
+    """``cfg`` itself. Raises ``ConfigError`` for anything that is not a ``TrainConfig``."""
+    if isinstance(cfg, TrainConfig):
+        return cfg
+    use = "TrainConfig.from_dict(...)" if isinstance(cfg, Mapping) else "TrainConfig.from_yaml(...)"
+    raise ConfigError([Problem("", f"expected a TrainConfig, found {_kind(cfg)}: use {use}")])
+
+
+def _build(
+    cls: type[TrainConfig], values: Mapping[str, Any], problems: list[Problem]
+) -> TrainConfig:
+    """The configuration; faults of the overrides and of the values are reported together."""
+    try:
+        cfg = cls(**values)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
+    return cfg
 
 
 def field_paths() -> list[str]:
@@ -343,46 +367,6 @@ def _read_yaml(source: str | Path) -> tuple[str, str]:
         raise ConfigError([Problem("", f"no file {path} (looked in {Path.cwd()})")]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem("", f"{path} cannot be read: {error}")]) from error
-
-
-def _apply(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """``values`` with every ``key.path=value`` applied; bad ones are reported together."""
-    problems: list[Problem] = []
-    for text in overrides:
-        path, equals, raw = text.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            problems.append(Problem("", f"override {text!r}: expected key.path=value"))
-            continue
-        try:
-            value = yaml.safe_load(raw)
-        except yaml.YAMLError:
-            problems.append(Problem(path, f"override value {raw!r} is not valid YAML"))
-            continue
-        values = _with(values, keys, _number(value))
-    if problems:
-        raise ConfigError(problems)
-    return values
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads ``1e-5`` as a string; people mean a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _with(values: Any, keys: list[str], value: Any) -> dict[str, Any]:
-    copy = values.to_dict() if isinstance(values, TrainConfig) else values
-    if isinstance(copy, Section):
-        copy = copy.model_dump(mode="json", exclude_unset=True)
-    copy = dict(copy) if isinstance(copy, Mapping) else {}
-    key, rest = keys[0], keys[1:]
-    copy[key] = _with(copy.get(key, {}), rest, value) if rest else value
-    return copy
 
 
 def _kind(value: Any) -> str:

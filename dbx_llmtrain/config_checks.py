@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,15 @@ from dbx_llmtrain.errors import Problem
 _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE
 )
+
+# Set by the launcher for every rank; another value would send a rank to the wrong place.
+_LAUNCHER_NAMES = frozenset(
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT "
+    "CUDA_VISIBLE_DEVICES TF_CONFIG".split()
+)
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "DBX_LLMTRAIN_")
+_RUN_NAME_BYTES = 200
+_TAKEN_NAMES = ("mlflow.db", "mlartifacts")
 
 # Fields and values of the contract that a later version builds. They are refused by name, so that
 # nobody's setting is ignored. Key: dotted path, or path=value for one value of a live field.
@@ -71,6 +81,7 @@ _LATER: dict[str, str] = {
     "cluster.max_restarts": "run again with the same tracking.run_name to go on",
     "cluster.stall_timeout": "collectives time out after 10 minutes",
 }
+_MAPPINGS = ("env", "tags", "columns")
 _LATER_LISTS = ("data.train", "data.eval")
 _LATER_SCHEMES = ("table:", "delta:", "models:/")
 
@@ -116,7 +127,8 @@ def from_pydantic(section: str, error: ValidationError) -> list[Problem]:
     grouped: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         keys = [str(key) for key in item["loc"]]
-        grouped.setdefault(f"{section}.{keys[0]}" if keys else section, []).append(item)
+        depth = 2 if keys and keys[0] in _MAPPINGS else 1
+        grouped.setdefault(".".join([section, *keys[:depth]]), []).append(item)
     problems = []
     for path, items in grouped.items():
         if any(item["type"] == "missing" and len(item["loc"]) == 1 for item in items):
@@ -135,6 +147,11 @@ def _expected(item: Any) -> str:
     inner = [str(key) for key in item["loc"][1:] if str(key).islower() and "[" not in str(key)]
     where = f" ({inner[-1]})" if inner and item["type"] == "extra_forbidden" else ""
     message = message.removeprefix("Input should be ").removeprefix("Input should ")
+    if item["type"] == "string_type":
+        scalar = isinstance(item["input"], int | float | datetime.date)
+        message = "text (in quotes)" if scalar else "text"
+    elif item["type"] == "model_type":
+        message = "a mapping of fields"
     return (message[0].lower() + message[1:] if message else "another value") + where
 
 
@@ -147,7 +164,13 @@ def _found(path: str, item: Any) -> str:
 
 def combinations(sections: Mapping[str, Any]) -> list[Problem]:
     """Faults between fields, of the sections that are valid by themselves."""
-    checks = {"train": _train, "data": _data, "cluster": _cluster, "checkpoint": _checkpoint}
+    checks = {
+        "train": _train,
+        "data": _data,
+        "cluster": _cluster,
+        "checkpoint": _checkpoint,
+        "tracking": _tracking,
+    }
     return [
         problem
         for name, check in checks.items()
@@ -204,15 +227,40 @@ def _data(data: Any) -> list[Problem]:
 
 
 def _cluster(cluster: Any) -> list[Problem]:
-    return [
-        Problem(
-            f"cluster.env.{name}",
-            "looks like a secret, which a configuration must not hold: set it in the driver's "
-            "environment, from where the ranks get it",
-        )
-        for name in cluster.env
-        if is_secret_name(name)
-    ]
+    secret = (
+        "looks like a secret, which a configuration must not hold: set it in the driver's "
+        "environment, from where the ranks get it"
+    )
+    launcher = "is set by the launcher for every rank and cannot be given: remove it"
+    problems = []
+    for name in cluster.env:
+        if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
+            problems.append(Problem(f"cluster.env.{name}", launcher))
+        elif is_secret_name(name):
+            problems.append(Problem(f"cluster.env.{name}", secret))
+    return problems
+
+
+def _tracking(tracking: Any) -> list[Problem]:
+    """The run's name is also the name of its folder."""
+    name = tracking.run_name
+    if name is None:
+        return []
+    wrong = (
+        "is empty" if not name.strip()
+        else "starts or ends with a space" if name != name.strip()
+        else "starts with a dot" if name.startswith(".")
+        else "has a character that cannot be in a folder's name"
+        if any(char in "/\\" or not char.isprintable() for char in name)
+        else f"is longer than {_RUN_NAME_BYTES} bytes" if len(name.encode()) > _RUN_NAME_BYTES
+        else "is the name of the tracking store" if name in _TAKEN_NAMES
+        else ""
+    )  # fmt: skip
+    return (
+        [Problem("tracking.run_name", f"expected the name of a folder, {name[:60]!r} {wrong}")]
+        if wrong
+        else []
+    )
 
 
 def _checkpoint(checkpoint: Any) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -9,6 +10,12 @@ from dbx_llmtrain.config_checks import is_secret_name
 
 # Fewer characters would blot out ordinary words.
 _SHORTEST = 4
+# "user:password@" of any URI, also with a "/" in the password that should have been quoted (but not
+# "host:5000/a@b"), or a lone token of a web address. A container of "abfss://it@account" stays.
+_IN_URI = re.compile(
+    r"""(?<=://)(?:[^\s/?#:@"'<>]*:(?:[^\s/?#"'<>]*|(?!\d+[/?#])[^\s"'<>]*)@"""
+    r"""|(?<=http://)[^\s/?#"'<>]+@|(?<=https://)[^\s/?#"'<>]+@)"""
+)
 _NAMES = (
     "DATABRICKS_HOST",
     "DATABRICKS_TOKEN",
@@ -41,7 +48,10 @@ def collect(environ: Mapping[str, str]) -> dict[str, str]:
 
 def uri_credentials(uri: str) -> dict[str, str]:
     """MLflow's variables for the user name and password within a URI, if it has any."""
-    parts = urlsplit(uri)
+    try:
+        parts = urlsplit(uri)
+    except ValueError:  # no URI, as MLflow will say; this is asked for wherever secrets are hidden
+        return {}
     found = {}
     if parts.username:
         found["MLFLOW_TRACKING_USERNAME"] = unquote(parts.username)
@@ -62,9 +72,11 @@ def redact(text: str, secrets: Mapping[str, str]) -> str:
     """``text`` with the value of every secret of ``secrets`` replaced by ``***``.
 
     Only values whose name says that they are secret count: a host or a user name stays readable.
+    The user and password within a URI go in any case, known as a secret or not.
     """
     values = {value for name, value in secrets.items() if is_secret_name(name)}
     values |= {quote(value, safe="") for value in values}
+    text = _IN_URI.sub("***@", text)
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SHORTEST:
             text = text.replace(value, "***")

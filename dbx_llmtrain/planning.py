@@ -6,11 +6,12 @@ Nothing here reads a file, asks the cluster or imports torch; every number of a 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.errors import ConfigError, Problem
+from dbx_llmtrain.errors import CheckpointError, ConfigError, Problem
 from dbx_llmtrain.records import ClusterReport, Decision, ModelInfo, PreparedData, RunPlan
 
 DEFAULT_GLOBAL_BATCH = 32
@@ -121,6 +122,34 @@ def make_plan(
             *schedule.decisions,
         ),
     )
+
+
+def identity(plan: RunPlan) -> dict[str, Any]:
+    """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
+    return {
+        "model": plan.model.artifact.fingerprint,
+        "data": plan.data.artifact.fingerprint,
+        "global_batch_size": plan.global_batch_size,
+        "seed": plan.config.train.seed,
+    }
+
+
+def check_resume(plan: RunPlan, manifest: Mapping[str, Any], folder: str) -> None:
+    """Raise ``CheckpointError`` where a plan cannot go on from a checkpoint with this manifest."""
+    theirs = manifest.get("identity", {})
+    changed = [
+        f"{name} was {theirs.get(name)!r}, is {value!r}"
+        for name, value in identity(plan).items()
+        if theirs.get(name) != value
+    ]
+    step = manifest.get("state", {}).get("step", 0)
+    if step > plan.total_steps:
+        changed.append(f"it is after step {step}, the run ends with step {plan.total_steps}")
+    if changed:
+        raise CheckpointError(
+            f"this run cannot go on from {folder}: {'; '.join(changed)}. Undo the change, or start "
+            "afresh under another tracking.run_name"
+        )
 
 
 def _local_mode(cfg: TrainConfig, cluster: ClusterReport) -> tuple[bool, str]:

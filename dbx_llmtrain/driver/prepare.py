@@ -277,5 +277,6 @@ def _check_vocabulary(tokenizer: Any, model: ModelInfo) -> None:
     if highest >= model.vocab_size:
         raise refuse(
             f"the tokenizer of {model.source} gives token {token!r} the id {highest}, but the "
-            f"model has embeddings for ids below {model.vocab_size} only"
+            f"model has embeddings for ids below {model.vocab_size} only: use the tokenizer that "
+            "the model was trained with, or resize the model's embeddings and save it first"
         )

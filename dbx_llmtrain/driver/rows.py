@@ -134,7 +134,23 @@ def _parquet(file: Path) -> Iterator[Located]:
 def _object(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
+    for key, value in row.items():
+        _check_text(key, f"{where}: a key")
+        _check_text(value, f"{where}, field {key!r}: the text")
     return row
+
+
+def _check_text(value: Any, what: str) -> None:
+    r"""Refuse half of a surrogate pair anywhere in a value: JSON can write it (``\ud83d``), but no
+    file and no tokenizer takes it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise DataError(
+            f"{what} cannot be encoded as UTF-8: it has \\u{half:04x}, half of a surrogate pair. "
+            "Write the whole character, put \\ufffd in its place, or leave the row out"
+        ) from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Located]]] = {

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbx_llmtrain import storage
+from dbx_llmtrain import planning, storage
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.records import RankResult, RunPlan, TrainResult
@@ -69,6 +69,17 @@ def resume_point(cfg: TrainConfig, folder: RunFolder) -> str | None:
             f"step-NNNNNNNN with a {storage.MANIFEST} and every file that it names"
         )
     return str(path)
+
+
+def check_resume(plan: RunPlan) -> RunPlan:
+    """The plan itself, if it can go on from its checkpoint: asked before anything is written.
+
+    Raises ``CheckpointError`` that names what has changed since.
+    """
+    if plan.resume_from is not None:
+        manifest = storage.read_manifest(Path(plan.resume_from)) or {}
+        planning.check_resume(plan, manifest, plan.resume_from)
+    return plan
 
 
 def write_start(plan: RunPlan) -> None:

@@ -109,6 +109,11 @@ def detect_format(names: Iterable[str], columns: Mapping[str, str], where: str) 
         f"{name}: {' or '.join(' + '.join(sorted(need)) for need in sets)}"
         for name, sets in _REQUIRED.items()
     )
+    if "conversations" in there:
+        raise DataError(
+            f"{where}: a conversations column (ShareGPT) is not available in this version: give "
+            "messages, a list of {role, content} with the roles system, user and assistant"
+        )
     raise DataError(
         f"{where}: no known format has the columns {found}. Known: {shapes}. "
         "Give data.format and rename columns with data.columns"

@@ -248,8 +248,8 @@ def _check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"it is of a run with other rows or another model ({'; '.join(differing)}): undo the "
-            "change, give tracking.run_name another name, or set checkpoint.resume=never"
+            f"{'; '.join(differing)}: undo the change, or start afresh under another "
+            "tracking.run_name"
         )
 
 

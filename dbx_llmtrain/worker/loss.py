@@ -291,7 +291,10 @@ def probe(root: nn.Module, module: LossModule, *, device: str, max_length: int) 
         cause = refusal or f"packed documents differ from separate ones by {packing:.1e}"
         reasons.append(f"{cause}: every document is padded to a row of its own")
     if module.own_logits:
-        reasons.append(f"the model's logits are more than its head's ({loss:.1e}): they are used")
+        reasons.append(
+            f"the model scales or caps what its head gives (by up to {loss:.0%}), so the loss is "
+            "taken from its own logits, which are held in memory"
+        )
     return ProbeResult(module.own_logits, module.padded, loss, packing, tuple(reasons))
 
 

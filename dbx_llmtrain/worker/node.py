@@ -32,7 +32,7 @@ from dbx_llmtrain.worker import gpus
 
 NODE_VARIABLE = "DBX_LLMTRAIN_NODE"
 _DATABRICKS_DISK = "/local_disk0"
-_DAY = 24 * 3600
+_HOUR = 3600
 _STAGED = ".staged"
 """Marker of a finished copy, in its folder."""
 _COPIES_AT_ONCE = 4
@@ -256,7 +256,9 @@ def once(
         folder = private_dir() / "jobs"
         with file_lock(folder / f"{job}-{node_id()}".replace("/", "_")) as marker:
             marker.seek(0)
-            if not marker.read():
+            if marker.read():
+                os.utime(marker.fileno())  # this job still goes on
+            else:
                 outcome = call(target, args)
                 marker.write("done")
                 _remove_old(folder)
@@ -266,11 +268,13 @@ def once(
 
 
 def _remove_old(folder: Path) -> None:
-    """Markers of jobs that ended long ago."""
+    """Markers of jobs that ended. One that is locked belongs to a call that takes its time."""
     for path in folder.iterdir():
         with Capture():
-            if time.time() - path.stat().st_mtime > _DAY:
-                path.unlink()
+            if time.time() - path.stat().st_mtime > _HOUR:
+                with path.open(encoding="utf-8") as marker:
+                    fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def stage(artifact: dict[str, Any], setting: str | None = None) -> Path:

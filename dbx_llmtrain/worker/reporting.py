@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from dbx_llmtrain.worker.loop import StepReport, Window
 
 RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
-"""Names the folder in which a rank leaves ``step``, ``result.json`` and ``failure.json``."""
+"""Names the folder in which a rank leaves ``step``, ``result.json`` and ``failure.json``.
+
+Its owner removes it, also after a rank that was killed, so what a rank writes meanwhile is there.
+"""
 
 _AROUND = (
     __file__,
@@ -34,12 +37,16 @@ _AROUND = (
 """Files whose frames stand above every failure and say nothing about it."""
 
 
+def _rank_dir() -> Path | None:
+    folder = os.environ.get(RANK_DIR)
+    return Path(folder) if folder else None
+
+
 class Handover:
     """Files for the process that started this one, where it named a folder for them."""
 
     def __init__(self) -> None:
-        folder = os.environ.get(RANK_DIR)
-        self._folder = Path(folder) if folder else None
+        self._folder = _rank_dir()
         self._step = 0
 
     def step(self, step: int) -> None:
@@ -71,7 +78,10 @@ def describe(error: BaseException) -> dict[str, Any]:
 @contextlib.contextmanager
 def reporting(plan: RunPlan, rank: int) -> Iterator[Reporter]:
     """This rank's ``Reporter``. A failure is handed over and reported before anything is closed."""
-    with tempfile.TemporaryDirectory(prefix="dbx_llmtrain-events-") as folder:
+    home = _rank_dir()
+    if home:
+        home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="dbx_llmtrain-events-", dir=home) as folder:
         reporter = Reporter(plan, rank, Path(folder) / EVENTS_FILE)
         try:
             yield reporter

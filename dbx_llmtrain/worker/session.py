@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.errors import CheckpointError, ClusterError, Finding
+from dbx_llmtrain.planning import identity
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.text.prepared import Split
 from dbx_llmtrain.worker import checkpoint, export, node
@@ -186,7 +187,7 @@ def resume(job: Job) -> Progress:
         model=job.model,
         optimizer=job.optimizer,
         world=world,
-        identity=_identity(plan),
+        identity=identity(plan),
     )
     progress = Progress.from_state(state, folder)
     if progress.step > plan.total_steps:
@@ -206,16 +207,6 @@ def _seed(seed: int, rank: int, start: int) -> None:
     random.seed(drawn)
     np.random.seed(drawn)
     torch.manual_seed(drawn)
-
-
-def _identity(plan: RunPlan) -> dict[str, Any]:
-    """What decides which rows a step has, and which model they train."""
-    return {
-        "model": plan.model.artifact.fingerprint,
-        "data": plan.data.artifact.fingerprint,
-        "global_batch_size": plan.global_batch_size,
-        "seed": plan.config.train.seed,
-    }
 
 
 def evaluate_first(job: Job, progress: Progress) -> None:
@@ -277,7 +268,7 @@ def save(job: Job, progress: Progress) -> None:
             optimizer=job.optimizer,
             world=job.world,
             state=progress.state(),
-            identity=_identity(job.plan),
+            identity=identity(job.plan),
             scratch=job.folders.scratch,
         )
         job.reporter.saved("checkpoint", folder)

@@ -136,6 +136,17 @@ def test_a_second_call_goes_on_from_the_newest_checkpoint(
     ]
     steps = [event["step"] for event in events if event["kind"] == "step"]
     assert steps == [1, 2, 3, 4]
+    check_other_rows_are_refused(spark, config(inputs, tmp_path, train={"seed": 9}), second)
+
+
+def check_other_rows_are_refused(
+    spark: Any, cfg: llm.TrainConfig, finished: llm.TrainResult
+) -> None:
+    """On the driver, before anything of the finished run is overwritten."""
+    kept = {path: path.read_bytes() for path in Path(finished.run_dir).glob("*.*")}
+    with pytest.raises(llm.CheckpointError, match="seed was 0, is 9"):
+        llm.train(cfg, spark=spark)
+    assert {path: path.read_bytes() for path in Path(finished.run_dir).glob("*.*")} == kept
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dbx_llmtrain import cli, errors
-from dbx_llmtrain.errors import LlmTrainError
+from dbx_llmtrain.errors import ClusterError, LlmTrainError
 
 
 def test_help_has_examples_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +65,7 @@ def test_wrong_usage(
     ("error", "code"),
     [
         (errors.TrainingFailed("x"), 1),
-        (errors.CheckpointError("x"), 1),
+        (errors.CheckpointError("x"), 2),
         (errors.SubmitError("x"), 1),
         (errors.ConfigError([]), 2),
         (errors.DataError("x"), 2),
@@ -83,13 +84,20 @@ def test_the_entry_point_leaves_with_the_code_only_when_it_failed() -> None:
     assert caught.value.code == 2
 
 
-def test_without_java_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("JAVA_HOME", raising=False)
-    assert cli.run(["probe"]) == 3
-    assert "openjdk-17-jre-headless" in capsys.readouterr().err
+def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
+    """In a process of its own: this one may have a Spark session already."""
+    env = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "dbx_llmtrain", "probe"],
+        env=env | {"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 3
+    assert "openjdk-17-jre-headless" in ended.stderr
+
+
+def test_a_master_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ClusterError, match=r"--master: expected local\[N\].*'localcluster\[1\]'"):
+        cli._start("localcluster[1]", {})
 
 
 def test_without_pyspark_it_says_what_to_install() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dbx_llmtrain import config_checks
+from dbx_llmtrain import config, config_checks
 from dbx_llmtrain.config import SECTIONS, TrainConfig, field_paths
 from dbx_llmtrain.errors import ConfigError
 
@@ -180,7 +180,7 @@ def test_missing_sections_are_named() -> None:
         ("data.train", {"path": "x", "colour": "red"}, "(colour)"),
         ("checkpoint.every", "often", "'never'"),
         ("parallel.kind", "dp", "'auto', 'single', 'ddp' or 'fsdp'"),
-        ("tracking.tags", {"a": 1}, "valid string"),
+        ("tracking.tags", "a=1", "a valid dictionary"),
     ],
 )
 def test_types_are_told_in_one_problem(path: str, value: Any, expected: str) -> None:
@@ -249,3 +249,70 @@ def test_field_paths_follow_the_sections() -> None:
 )
 def test_secret_names(name: str, secret: bool) -> None:
     assert config_checks.is_secret_name(name) is secret
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("", "is empty"),
+        ("  ", "is empty"),
+        (" a", "starts or ends with a space"),
+        (".", "starts with a dot"),
+        ("..", "starts with a dot"),
+        (".cache", "starts with a dot"),
+        ("../up", "starts with a dot"),
+        ("a/b", "has a character"),
+        ("a\\b", "has a character"),
+        ("a\nb", "has a character"),
+        ("x" * 201, "is longer than 200 bytes"),
+        ("mlflow.db", "is the name of the tracking store"),
+        ("mlartifacts", "is the name of the tracking store"),
+    ],
+)
+def test_a_run_name_is_the_name_of_a_folder(name: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=wrong) as caught:
+        TrainConfig(model={"source": "m"}, data={"train": "d"}, tracking={"run_name": name})
+    assert [problem.path for problem in caught.value.problems] == ["tracking.run_name"]
+
+
+def test_a_run_name_may_be_in_any_language() -> None:
+    cfg = TrainConfig(model={"source": "m"}, data={"train": "d"}, tracking={"run_name": "試し, 2"})
+    assert cfg.tracking.run_name == "試し, 2"
+
+
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"]
+)
+def test_what_the_launcher_sets_cannot_be_given(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"cluster.env.{name}: is set by the launcher"):
+        TrainConfig(model={"source": "m"}, data={"train": "d"}, cluster={"env": {name: "1"}})
+
+
+def test_faults_of_overrides_and_values_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(
+            {"model": {"source": "m"}, "data": {"train": "d"}}, "foo", "train.lr=3", "trian.x=1"
+        )
+    assert [problem.path for problem in caught.value.problems] == ["", "trian", "train.lr"]
+
+
+def test_types_are_told_in_plain_words() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(
+            {"model": {"source": "m"}, "data": {"train": "d", "eval": 1},
+             "tracking": {"run_name": 123}, "cluster": {"env": {"A": 1}}}
+        )  # fmt: skip
+    assert {problem.path: problem.message for problem in caught.value.problems} == {
+        "data.eval": "expected text (in quotes) or a mapping of fields or less than 1, found 1",
+        "tracking.run_name": "expected text (in quotes), found 123",
+        "cluster.env.A": "expected text (in quotes), found a value of type int",
+    }
+
+
+def test_only_a_configuration_is_taken_for_one() -> None:
+    cfg = TrainConfig(model={"source": "m"}, data={"train": "d"})
+    assert config.require(cfg) is cfg
+    with pytest.raises(ConfigError, match=r"found dict .*: use TrainConfig.from_dict"):
+        config.require({"model": {}})
+    with pytest.raises(ConfigError, match=r"found str .*: use TrainConfig.from_yaml"):
+        config.require("config.yaml")

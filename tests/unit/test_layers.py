@@ -17,7 +17,7 @@ LAYERS = [
     for line in """
 errors
 option_names
-config_checks
+config_checks overrides
 config credentials
 records
 storage
@@ -38,11 +38,12 @@ worker.session
 worker.main
 worker.supervisor
 driver.shipping driver.preflight driver.model_files driver.rows driver.gguf driver.run_folder
-driver.monitor driver.diagnosis
+driver.monitor driver.diagnosis driver.signals
 driver.cluster driver.hub
 driver.sources driver.prepare driver.staging driver.launch
 api
 cli
+__main__
 """.strip().splitlines()
 ]
 RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}

@@ -254,8 +254,17 @@ def test_once_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.once("another", [node.node_id()], 0.0, target, ()) is None
     old = tmp_path / f"dbx_llmtrain-{os.getuid()}" / "jobs" / f"{job}-{node.node_id()}"
     os.utime(old, (1, 1))
-    node.once("third", [], 0.0, target, ())
-    assert not old.exists()
+    assert node.once(job, [], 0.0, target, ()) is None
+    assert time.time() - old.stat().st_mtime < 60  # this job still goes on
+    os.utime(old, (time.time() - 3700,) * 2)
+    with node.file_lock(old):
+        node.once("third", [], 0.0, target, ())
+        assert old.exists()
+    node.once("fourth", [], 0.0, target, ())
+    assert sorted(path.name for path in old.parent.iterdir()) == [
+        f"fourth-{node.node_id()}",
+        f"third-{node.node_id()}",
+    ]
 
 
 def test_private_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dbx_llmtrain import planning
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.errors import ConfigError
+from dbx_llmtrain.errors import CheckpointError, ConfigError
 from dbx_llmtrain.records import (
     Artifact,
     Audit,
@@ -206,3 +206,14 @@ def test_run_folder_defaults_to_the_driver_only_on_one_machine() -> None:
 def test_a_plan_survives_its_wire_format() -> None:
     chosen = plan(config(train={"learning_rate": 3e-4}), cluster(nodes=2))
     assert RunPlan.model_validate_json(chosen.model_dump_json()) == chosen
+
+
+def test_a_plan_that_goes_on_has_the_same_rows_and_model() -> None:
+    chosen = plan(config(train={"max_steps": 5}), cluster())
+    manifest = {"identity": planning.identity(chosen), "state": {"step": 5}}
+    planning.check_resume(chosen, manifest, "/r/step-5")
+    other = plan(config(train={"max_steps": 4, "seed": 9}), cluster())
+    with pytest.raises(CheckpointError) as caught:
+        planning.check_resume(other, manifest, "/r/step-5")
+    assert "seed was 0, is 9; it is after step 5, the run ends with step 4" in str(caught.value)
+    assert "another tracking.run_name" in str(caught.value)

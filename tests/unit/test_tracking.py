@@ -477,6 +477,39 @@ def test_redact() -> None:
     assert redact("hf_abc at h.net with p%40ss or p@ss", secrets) == "*** at h.net with *** or ***"
 
 
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("to http://me:pw@h:1/x?a=b@c, s3://a:b@c", "to http://***@h:1/x?a=b@c, s3://***@c"),
+        ("postgresql+psycopg2://me:p@w@h/db", "postgresql+psycopg2://***@h/db"),
+        ("http://me:p/w@h", "http://***@h"),
+        ("https://t0ken@h/x", "https://***@h/x"),
+        ("http://h:5000/a@b", "http://h:5000/a@b"),
+        ("abfss://data@account/x:y@z", "abfss://data@account/x:y@z"),
+        ('{"a": "http://h:x", "b": "c@d"}', '{"a": "http://h:x", "b": "c@d"}'),
+    ],
+)
+def test_credentials_in_a_uri_are_redacted(text: str, hidden: str) -> None:
+    assert redact(text, {}) == hidden
+
+
+@pytest.mark.parametrize("uri", ["http://me:urlpw98765@127.0.0.1:9", "http://me:urlpw98765@[bad"])
+def test_no_warning_has_a_password(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another-pw")  # used instead of the URI's
+    caplog.set_level(logging.DEBUG)
+    assert tracking.open_run(sample.config(), "first", tmp_path) is None
+    for _ in range(2):
+        with tracking_store.Guard("trying", set()):
+            raise OSError(f"no answer from {uri}: another-pw")
+    assert "opening the run failed" in caplog.text
+    assert caplog.text.count("trying failed") == 2
+    assert "urlpw98765" not in caplog.text
+    assert "another-pw" not in caplog.text
+
+
 @pytest.mark.parametrize("text", ["http://h", "https://h", "databricks", "databricks://p"])
 def test_stores_that_workers_reach(text: str) -> None:
     assert tracking_store.reachable_from_workers(text)
