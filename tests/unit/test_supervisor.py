@@ -148,6 +148,16 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     assert "SIGKILL" in record.error
 
 
+def test_a_rank_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
+    rank = Supervised(tmp_path, "killed_while_reporting")
+    _, printed, record = rank.end()
+    assert "1 folder for events" in printed
+    assert record.exit_code == -signal.SIGKILL
+    private = rank.temporary / f"dbx_llmtrain-{os.getuid()}"
+    assert list(rank.temporary.iterdir()) == [private]
+    assert list(private.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("action", "said"),
     [("exit", "exit code 3"), ("plain_error", "ZeroDivisionError: division by zero")],

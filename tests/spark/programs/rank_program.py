@@ -66,6 +66,16 @@ def action_killed() -> None:
     time.sleep(120)
 
 
+def action_killed_while_reporting() -> None:
+    from dbx_llmtrain.records import RunPlan
+    from dbx_llmtrain.worker.reporting import reporting
+
+    with reporting(RunPlan.model_construct(), RANK):
+        found = list(FOLDER.glob("dbx_llmtrain-events-*"))
+        print(f"{len(found)} folder for events", flush=True)
+        action_killed()
+
+
 def action_wait() -> None:
     print("waiting", flush=True)
     time.sleep(120)
