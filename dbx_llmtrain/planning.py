@@ -134,14 +134,18 @@ def identity(plan: RunPlan) -> dict[str, Any]:
     }
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of ``now`` was another ``before``, in words."""
+    return [
+        f"{name} was {before.get(name)!r}, is {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+
+
 def check_resume(plan: RunPlan, manifest: Mapping[str, Any], folder: str) -> None:
     """Raise ``CheckpointError`` where a plan cannot go on from a checkpoint with this manifest."""
-    theirs = manifest.get("identity", {})
-    changed = [
-        f"{name} was {theirs.get(name)!r}, is {value!r}"
-        for name, value in identity(plan).items()
-        if theirs.get(name) != value
-    ]
+    changed = differences(manifest.get("identity", {}), identity(plan))
     step = manifest.get("state", {}).get("step", 0)
     if step > plan.total_steps:
         changed.append(f"it is after step {step}, the run ends with step {plan.total_steps}")

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dbx_llmtrain import compat, storage
 from dbx_llmtrain.errors import CheckpointError
+from dbx_llmtrain.planning import differences
 from dbx_llmtrain.records import FileEntry
 from dbx_llmtrain.worker.model import named_weights
 from dbx_llmtrain.worker.world import World
@@ -241,11 +242,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    differing = [
-        f"{name} was {theirs.get(name)!r}, is {value!r}"
-        for name, value in ours.items()
-        if theirs.get(name) != value
-    ]
+    differing = differences(theirs, ours)
     if differing:
         raise CheckpointError(
             f"{'; '.join(differing)}: undo the change, or start afresh under another "
