@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.config import DataConfig, SourceConfig, TrainConfig
+from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.driver.model_files import digest, refuse
 from dbx_llmtrain.driver.rows import Located, read_rows, source_config, source_files
 from dbx_llmtrain.errors import DataError
 from dbx_llmtrain.records import Artifact, Audit, FileEntry, ModelInfo, PreparedData
+from dbx_llmtrain.sections import DataConfig, SourceConfig
 from dbx_llmtrain.text.chat import Encoded, Encoder
 from dbx_llmtrain.text.formats import Dropped, Format, detect_format, parse_row
 from dbx_llmtrain.text.prepared import Example, SplitStats, write_split

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dbx_llmtrain.config import SourceConfig
 from dbx_llmtrain.errors import DataError
+from dbx_llmtrain.sections import SourceConfig
 from dbx_llmtrain.storage import local_path
 
 Located = tuple[dict[str, Any], str]

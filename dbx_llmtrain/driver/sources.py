@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.config import ModelConfig
 from dbx_llmtrain.driver import gguf, hub
 from dbx_llmtrain.driver.model_files import (
     describe,
@@ -23,6 +22,7 @@ from dbx_llmtrain.driver.model_files import (
 )
 from dbx_llmtrain.driver.rows import read_rows, source_config, source_files
 from dbx_llmtrain.records import Artifact, ModelInfo
+from dbx_llmtrain.sections import ModelConfig
 
 __all__ = ["read_rows", "resolve_model", "source_config", "source_files"]
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from dbx_llmtrain.config import OptimConfig
+from dbx_llmtrain.sections import OptimConfig
 
 
 def build_optimizer(model: nn.Module, train: OptimConfig) -> torch.optim.Optimizer:

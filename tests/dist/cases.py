@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dbx_llmtrain.config import OptimConfig
+from dbx_llmtrain.sections import OptimConfig
 from dbx_llmtrain.text.prepared import Example, Split, write_split
 from dbx_llmtrain.worker.data import Order, shares, step_examples
 from dbx_llmtrain.worker.evaluate import evaluate

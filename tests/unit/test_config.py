@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from dbx_llmtrain import config, config_checks
-from dbx_llmtrain.config import SECTIONS, TrainConfig, field_paths
+from dbx_llmtrain.config import TrainConfig, field_paths
 from dbx_llmtrain.errors import ConfigError
+from dbx_llmtrain.sections import SECTIONS
 
 MINIMAL: dict[str, Any] = {"model": {"source": "org/model"}, "data": {"train": "rows.jsonl"}}
 

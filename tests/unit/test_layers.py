@@ -18,7 +18,8 @@ LAYERS = [
 errors
 option_names
 config_checks overrides
-config credentials
+sections credentials
+config
 records
 storage
 display events compat

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dbx_llmtrain.config import OptimConfig
+from dbx_llmtrain.sections import OptimConfig
 from dbx_llmtrain.text.prepared import Example, Split, write_split
 from dbx_llmtrain.worker import loop
 from dbx_llmtrain.worker.data import Order

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dbx_llmtrain.config import OptimConfig
+from dbx_llmtrain.sections import OptimConfig
 from dbx_llmtrain.worker.optim import build_optimizer, learning_rate
 from tests import tiny
 

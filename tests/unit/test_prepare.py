@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.config import ModelConfig, TrainConfig
+from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.driver.prepare import prepare_data
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError, DataError
 from dbx_llmtrain.records import ModelInfo, PreparedData
+from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.text.prepared import Split
 from tests import tiny
 

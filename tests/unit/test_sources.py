@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.config import ModelConfig, SourceConfig
 from dbx_llmtrain.driver.sources import only_on_driver, read_rows, resolve_model, source_files
 from dbx_llmtrain.errors import ConfigError, DataError
+from dbx_llmtrain.sections import ModelConfig, SourceConfig
 from tests import tiny
 
 ROWS = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(5)]
@@ -444,7 +444,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """
 import json, sys
 from pathlib import Path
-from dbx_llmtrain.config import ModelConfig
+from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError
 
