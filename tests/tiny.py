@@ -217,3 +217,142 @@ def model_folder(
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
+
+
+CUSTOM_CONFIG = """
+from transformers import PretrainedConfig
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny_of_our_own"
+
+    def __init__(self, vocab_size=97, hidden_size=32, num_hidden_layers=2, **rest):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        super().__init__(**rest)
+"""
+
+CUSTOM_BLOCK = """
+import torch
+
+from .tiny_numbers import SCALE
+
+
+class Block(torch.nn.Module):
+    # Causal: every token sees the mean of those up to it, of its own document.
+    def __init__(self, width):
+        super().__init__()
+        self.mix = torch.nn.Linear(width, width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, hidden, weights):
+        return hidden + self.out(torch.nn.functional.silu(self.mix(weights @ hidden))) * SCALE
+"""
+
+CUSTOM_MODEL = """
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_tiny import TinyConfig
+from .tiny_block import Block
+
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = torch.nn.ModuleList(
+            Block(config.hidden_size) for _ in range(config.num_hidden_layers)
+        )
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **rest):
+        hidden = self.embed_tokens(input_ids)
+        length = input_ids.shape[1]
+        seen = torch.ones(length, length, device=hidden.device).tril().bool()
+        if attention_mask is not None and attention_mask.dim() == 4:
+            seen = seen & (attention_mask[:, 0] > -1)
+        elif attention_mask is not None:
+            seen = seen & attention_mask[:, None, :].bool()
+        weights = seen.to(hidden.dtype)
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1)
+        for layer in self.layers:
+            hidden = layer(hidden, weights)
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+
+class TinyForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = TinyConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = TinyModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids=None, labels=None, **rest):
+        logits = self.lm_head(self.model(input_ids=input_ids, **rest).last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            )
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+"""
+
+
+def custom_folder(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path:
+    """A Hugging Face folder of an architecture that transformers does not have, with its code: a
+    configuration, a model, and what the model imports, which imports more."""
+    import json
+
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    words = tokenizer()
+    words.save_pretrained(folder)
+    (folder / "configuration_tiny.py").write_text(CUSTOM_CONFIG)
+    (folder / "modeling_tiny.py").write_text(CUSTOM_MODEL)
+    (folder / "tiny_block.py").write_text(CUSTOM_BLOCK)
+    (folder / "tiny_numbers.py").write_text(f"SCALE = {scale}\n")
+    config = {
+        "model_type": "tiny_of_our_own",
+        "architectures": ["TinyForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_tiny.TinyConfig",
+            "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
+        },
+        "vocab_size": len(words),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"model.embed_tokens.weight": (len(words), 32), "lm_head.weight": (len(words), 32)}
+    for layer in range(2):
+        shapes |= {f"model.layers.{layer}.{name}.weight": (32, 32) for name in ("mix", "out")}
+    weights = {name: torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder

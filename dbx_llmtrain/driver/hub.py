@@ -8,26 +8,37 @@ from typing import Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.driver.model_files import (
+    CODE_VOCABULARIES,
     INDEX,
     MORE_TEMPLATES,
     OTHERS,
     VOCABULARIES,
     digest,
+    load_config,
     needed_files,
     publish,
     refuse,
+    small_problems,
 )
 from dbx_llmtrain.errors import ConfigError
 from dbx_llmtrain.records import Artifact
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_PATTERNS = [*OTHERS, *VOCABULARIES, INDEX, "model*.safetensors", f"{MORE_TEMPLATES}/*.jinja"]
+_SMALL = [*OTHERS, *VOCABULARIES, f"{MORE_TEMPLATES}/*.jinja", "*.py"]
+_WEIGHTS = [INDEX, "model*.safetensors"]
 
 
 def fetch(
-    name: str, revision: str | None, cache_dir: Path, work_dir: Path | None
+    name: str,
+    revision: str | None,
+    cache_dir: Path,
+    work_dir: Path | None,
+    *,
+    trusted: bool = False,
 ) -> tuple[Artifact, str]:
-    """The model folder of hub id ``name``, and the commit that ``revision`` stands for.
+    """The model folder of hub id ``name``, and the commit that ``revision`` stands for; with its
+    Python code where that is ``trusted``. What is wrong with the rest shows before the weights are
+    downloaded.
 
     A commit that is in ``cache_dir`` is not downloaded again; where ``revision`` is one, the
     network is not used at all. A private model needs HF_TOKEN in the driver's environment. Raises
@@ -38,17 +49,30 @@ def fetch(
     else:
         commit = _ask(name, lambda hub: hub.HfApi().model_info(name, revision=revision).sha)
 
-    def download(target: Path) -> None:
+    def get(target: Path, patterns: list[str]) -> None:
         _ask(
             name,
             lambda hub: hub.snapshot_download(
-                name, revision=commit, local_dir=target, allow_patterns=_PATTERNS
+                name, revision=commit, local_dir=target, allow_patterns=patterns
             ),
         )
-        storage.remove(target / ".cache")
-        needed_files(target, name)
 
-    return publish(cache_dir, digest("hub", name, commit), work_dir, download), commit
+    def download(target: Path) -> None:
+        get(target, [*_SMALL, *(CODE_VOCABULARIES if trusted else ())])
+        problems = small_problems(target, name, trusted=trusted)
+        if problems:
+            raise ConfigError(problems)
+        load_config(target, name, trusted=trusted)
+        get(target, _WEIGHTS)
+        storage.remove(target / ".cache")
+        needed = set(needed_files(target, name, trusted=trusted))
+        for path in target.rglob("*"):
+            if path.is_file() and path not in needed:
+                path.unlink()
+
+    # With and without its code it is not the same folder.
+    folder = digest("hub", name, commit, *(["code"] if trusted else []))
+    return publish(cache_dir, folder, work_dir, download), commit
 
 
 def _ask(name: str, question: Any) -> Any:

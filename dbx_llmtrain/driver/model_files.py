@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.custom_code import load_from, private_modules
+from dbx_llmtrain.driver.model_code import code_problems, find_code
 from dbx_llmtrain.errors import ConfigError, Problem
 from dbx_llmtrain.records import Artifact, FileEntry, ModelInfo
 
@@ -29,6 +31,7 @@ OTHERS = (
     "chat_template.json",
 )
 MORE_TEMPLATES = "additional_chat_templates"
+CODE_VOCABULARIES = ("*.tiktoken", "*.model", "tokenizer*", "vocab*")
 
 
 def refuse(message: str, path: str = "model.source") -> ConfigError:
@@ -36,25 +39,60 @@ def refuse(message: str, path: str = "model.source") -> ConfigError:
     return ConfigError([Problem(path, message)])
 
 
-def needed_files(folder: Path, name: str) -> list[Path]:
-    """Every file of ``folder`` that training needs: config, safetensors, tokenizer, templates.
+def needed_files(folder: Path, name: str, *, trusted: bool = False) -> list[Path]:
+    """Every file of ``folder`` that training needs: config, safetensors, tokenizer, templates, and
+    where ``trusted`` the model's own Python code.
 
-    ``name`` is what the user calls the folder. Raises ``ConfigError`` that names what is missing.
+    ``name`` is what the user calls the folder. Raises ``ConfigError`` with all that is missing.
     """
-    if not (folder / "config.json").is_file():
-        raise refuse(f"{name} has no config.json{_instead(folder)}")
+    if not (folder / "config.json").is_file() and (advice := _instead(folder)):
+        raise refuse(f"{name} has no config.json{advice}")
+    problems = small_problems(folder, name, trusted=trusted)
+    weights, faults = _weight_files(folder, name)
+    if problems or faults:
+        raise ConfigError([*problems, *faults])
+    return sorted([*small_files(folder, trusted=trusted), *weights])
+
+
+def small_files(folder: Path, *, trusted: bool) -> list[Path]:
+    """The files that are needed beside the weights, as far as they are there."""
     small = [folder / file for file in (*OTHERS, *VOCABULARIES) if (folder / file).is_file()]
-    if not any(path.name in VOCABULARIES for path in small):
-        raise refuse(f"{name} has no tokenizer: expected one of {', '.join(VOCABULARIES)}")
-    templates = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
-    return sorted([*small, *templates, *_weight_files(folder, name)])
+    small += (folder / MORE_TEMPLATES).glob("*.jinja")
+    if trusted and (code := find_code(folder, "").files):
+        # A tokenizer of its own has files of names of its own.
+        small += [path for pattern in CODE_VOCABULARIES for path in folder.glob(pattern)]
+        small += code
+    return sorted(set(small))
 
 
-def _weight_files(folder: Path, name: str) -> list[Path]:
+def small_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
+    """What is missing in a folder beside its weights, and whether its code may run."""
+    problems = []
+    if not (folder / "config.json").is_file():
+        problems.append(Problem("model.source", f"{name} has no config.json"))
+    problems += code_problems(folder, name, trusted=trusted)
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    own = find_code(folder, name).files and any(
+        Path(file).suffix in (".tiktoken", ".model") for file in names
+    )
+    if not own and not set(names) & {*VOCABULARIES}:
+        expected = ", ".join(VOCABULARIES)
+        problems.append(
+            Problem("model.source", f"{name} has no tokenizer: expected one of {expected}")
+        )
+    return problems
+
+
+def _weight_files(folder: Path, name: str) -> tuple[list[Path], list[Problem]]:
+    """The safetensors files with their index, and what is wrong with them."""
+
+    def fault(text: str) -> tuple[list[Path], list[Problem]]:
+        return [], [Problem("model.source", text)]
+
     index = folder / INDEX
     if not index.is_file():
         if (folder / WEIGHTS).is_file():
-            return [folder / WEIGHTS]
+            return [folder / WEIGHTS], []
         old = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         advice = (
             f", only {old[0]}, an older format: convert it once with "
@@ -63,15 +101,15 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
             if old
             else f" (nor {INDEX})"
         )
-        raise refuse(f"{name} has no {WEIGHTS}{advice}")
+        return fault(f"{name} has no {WEIGHTS}{advice}")
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise refuse(f"{name}: {INDEX} is broken: {error!r}") from error
-    for shard in sorted(shards):
-        if not (folder / shard).is_file():
-            raise refuse(f"{name} has no {shard}, which its {INDEX} names")
-    return [index, *(folder / shard for shard in sorted(shards))]
+        return fault(f"{name}: {INDEX} is broken: {error!r}")
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        return fault(f"{name} has no {', '.join(missing)}, which its {INDEX} names")
+    return [index, *(folder / shard for shard in shards)], []
 
 
 def _instead(folder: Path) -> str:
@@ -146,32 +184,79 @@ def publish(
     )
 
 
-def describe(artifact: Artifact, source: str, revision: str | None) -> ModelInfo:
-    """What the plan needs to know of a model. ``ConfigError`` for one that cannot be trained."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def describe(
+    artifact: Artifact,
+    name: str,
+    revision: str | None,
+    *,
+    trusted: bool = False,
+    attention: str = "auto",
+) -> ModelInfo:
+    """What the plan needs to know of a model that the user calls ``name``.
 
-    folder = Path(artifact.source)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise refuse(f"{source}: transformers cannot read its config.json: {error}") from error
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise refuse(f"{source} is of type {config.model_type}: expected a causal language model")
-    if getattr(config, "quantization_config", None):
-        raise refuse(f"{source} has quantised weights: expected bf16, fp16 or fp32 weights")
+    Raises ``ConfigError`` for one that cannot be trained, or not with this ``attention``.
+    """
+    config = load_config(Path(artifact.source), name, trusted=trusted, attention=attention)
     text = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     return ModelInfo(
         artifact=artifact,
-        source=source,
+        source=name,
         revision=revision,
         model_type=config.model_type,
-        parameters=_parameters(artifact, source),
+        parameters=_parameters(artifact, name),
         vocab_size=text.vocab_size,
         max_positions=getattr(text, "max_position_embeddings", None),
         sliding_window=window if getattr(text, "use_sliding_window", True) else None,
     )
+
+
+def load_config(folder: Path, name: str, *, trusted: bool, attention: str = "auto") -> Any:
+    """The model's configuration; where ``trusted``, its own code is imported too.
+
+    Raises ``ConfigError`` for a model that cannot be trained, or not with this ``attention``, and
+    for code that cannot be imported.
+    """
+    from transformers import AutoConfig
+
+    trusted = trusted and bool(find_code(folder, name).files)
+    with private_modules(None, wanted=trusted):
+        arguments = load_from(folder, trusted=trusted)
+        try:
+            config = AutoConfig.from_pretrained(**arguments)
+            model = _model_class(config, arguments)
+        except Exception as error:
+            # A model's own code may raise anything.
+            if trusted:
+                kind = type(error).__name__
+                raise refuse(f"{name}: its code cannot be imported: {kind}: {error}") from error
+            raise refuse(f"{name}: transformers cannot read its config.json: {error}") from error
+    if model is None:
+        raise refuse(f"{name} is of type {config.model_type}: expected a causal language model")
+    if getattr(config, "quantization_config", None):
+        raise refuse(f"{name} has quantised weights: expected bf16, fp16 or fp32 weights")
+    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
+        raise refuse(f"{name}: its configuration has no vocab_size, the rows of its embedding")
+    if attention == "sdpa" and not getattr(model, "_supports_sdpa", False):
+        raise refuse(
+            f"{name} ({config.model_type}) has no sdpa attention: use auto or eager",
+            "model.attention",
+        )
+    return config
+
+
+def _model_class(config: Any, arguments: dict[str, Any]) -> Any:
+    """The class that ``AutoModelForCausalLM`` will use, ``None`` where there is none. The model's
+    own is imported: a package that it lacks shows here."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if own is not None and arguments["trust_remote_code"]:
+        return get_class_from_dynamic_module(
+            own, arguments["pretrained_model_name_or_path"], local_files_only=True
+        )
+    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def _parameters(artifact: Artifact, source: str) -> int:

@@ -21,15 +21,30 @@ from dbx_llmtrain.driver.model_files import (
     refuse,
 )
 from dbx_llmtrain.driver.rows import read_rows, source_config, source_files
+from dbx_llmtrain.errors import DataError
 from dbx_llmtrain.records import Artifact, ModelInfo
-from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.sections import DataConfig, ModelConfig
 
-__all__ = ["read_rows", "resolve_model", "source_config", "source_files"]
+__all__ = ["check_files", "read_rows", "resolve_model", "source_config", "source_files"]
 
 PACKAGE = "package:"
 _GGUF_RECIPE = "gguf 1"  # part of the fingerprint: change it when the conversion changes
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SHARED_ROOTS = ("/Volumes/", "/dbfs/", "/Workspace/")
+
+
+def check_files(data: DataConfig) -> None:
+    """Raise ``DataError`` for data files that are not there: asked before a model is downloaded."""
+    faults = []
+    for source in (data.train, data.eval):
+        if isinstance(source, float | None):
+            continue
+        try:
+            source_files(source)
+        except DataError as error:
+            faults.append(str(error))
+    if faults:
+        raise DataError("\n".join(faults))
 
 
 def resolve_model(
@@ -42,27 +57,28 @@ def resolve_model(
     disk for downloads and conversions (default: the temporary folder). Raises ``ConfigError`` with
     the path ``model.source`` or ``model.revision``.
     """
-    source = config.source
+    source, trusted, attention = config.source, config.trust_remote_code, config.attention
     path = _package_path(source) if source.startswith(PACKAGE) else storage.local_path(source)
     if not path.exists() and _HUB_ID.fullmatch(source):
-        artifact, commit = hub.fetch(source, config.revision, cache_dir, work_dir)
-        return describe(artifact, source, commit)
+        artifact, commit = hub.fetch(source, config.revision, cache_dir, work_dir, trusted=trusted)
+        return describe(artifact, source, commit, trusted=trusted, attention=attention)
     if config.revision is not None:
         raise refuse(f"only a hub model has revisions, {source} has none", "model.revision")
     if path.is_dir():
-        return describe(_folder(path, source, cache_dir), source, None)
+        artifact = _folder(path, source, cache_dir, trusted=trusted)
+        return describe(artifact, source, None, trusted=trusted, attention=attention)
     if not path.is_file():
         raise refuse(f"no folder, .gguf file or hub model {source} (looked for {path.absolute()})")
     if path.suffix.lower() != ".gguf":
         raise refuse(f"{source} is a file: expected a folder, a .gguf file or a hub id")
     name = fingerprint(hashed(path.parent, [path], cache_dir), _GGUF_RECIPE)
     made = publish(cache_dir, name, work_dir, lambda target: gguf.convert(path, target))
-    return describe(made, source, None)
+    return describe(made, source, None, attention=attention)
 
 
-def _folder(path: Path, source: str, cache_dir: Path) -> Artifact:
+def _folder(path: Path, source: str, cache_dir: Path, *, trusted: bool) -> Artifact:
     """A folder as it is, or its copy in the cache where only the driver sees it."""
-    entries = hashed(path, needed_files(path, source), cache_dir)
+    entries = hashed(path, needed_files(path, source, trusted=trusted), cache_dir)
     name = fingerprint(entries)
     if not only_on_driver(path, cache_dir):
         return Artifact(kind="models", source=str(path), fingerprint=name, files=entries)

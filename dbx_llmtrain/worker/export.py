@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dbx_llmtrain import storage
+from dbx_llmtrain import custom_code, storage
 from dbx_llmtrain.compat import dtype_argument
 from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.generation import GENERATION_FILE, Generation, sampling_keys
@@ -71,9 +71,16 @@ def _reference_batch(model: Any) -> Tensor:
 
 
 def write_export(
-    target: Path, *, collected: Collected, source: Path, generation: Generation, scratch: Path
+    target: Path,
+    *,
+    collected: Collected,
+    source: Path,
+    generation: Generation,
+    scratch: Path,
+    trusted: bool = False,
 ) -> Path:
-    """Write the model to ``target`` on shared storage; rank 0 alone calls it.
+    """Write the model to ``target`` on shared storage; rank 0 alone calls it. ``trusted``: with the
+    Python code that came with it, which runs (inside ``custom_code.private_modules``).
 
     Raises ``CheckpointError`` when what was written does not load completely, holds other tensors,
     or gives other logits than the running model did; ``target`` is not touched then.
@@ -83,12 +90,16 @@ def write_export(
         scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as name:
             folder = Path(name)
-            write_weights(folder, source, weights)
+            copy_code(source, folder, trusted=trusted)
+            write_weights(folder, source, weights, trusted=trusted)
+            copy_code(source, folder, trusted=trusted)
             write_config(folder, source)
             copy_tokenizer(source, folder)
             write_generation(folder, source, generation)
-            check_model(folder, collected)
-            check_tokenizer(folder, source)
+            if not trusted:
+                drop_auto_map(folder)
+            check_model(folder, collected, trusted=trusted)
+            check_tokenizer(folder, source, trusted=trusted)
             storage.remove(target)
             files = storage.publish_folder(folder, target)
             storage.write_manifest(target, {"files": [entry.model_dump() for entry in files]})
@@ -130,7 +141,26 @@ def source_dtype(source: Path) -> torch.dtype:
     return torch.float32
 
 
-def write_weights(folder: Path, source: Path, weights: dict[str, Tensor]) -> None:
+def copy_code(source: Path, folder: Path, *, trusted: bool) -> None:
+    """The Python files of a staged model, byte for byte where they were, and no others."""
+    for path in [*folder.rglob("*.py")]:
+        path.unlink()
+    for path in source.rglob("*.py") if trusted else ():
+        copy = folder / path.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def drop_auto_map(folder: Path) -> None:
+    """Without the code that an ``auto_map`` names, nobody could follow it."""
+    for name in ("config.json", "tokenizer_config.json"):
+        content = _read_json(folder / name) if (folder / name).is_file() else {}
+        if content.pop("auto_map", None) is not None:
+            text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+            storage.write_text(folder / name, text)
+
+
+def write_weights(folder: Path, source: Path, weights: dict[str, Tensor], *, trusted: bool) -> None:
     """Safetensors files of at most ``MAX_SHARD``, under the names that the architecture publishes.
 
     transformers itself writes them, from a model without storage: it knows how names and layouts in
@@ -141,10 +171,11 @@ def write_weights(folder: Path, source: Path, weights: dict[str, Tensor]) -> Non
     config = _read_json(source / "config.json")
     kept = {name: value for name, value in config.items() if name not in sampling_keys()}
     storage.write_text(folder / "config.json", json.dumps(kept))
+    arguments = custom_code.load_from(folder, trusted=trusted)
+    shape = AutoConfig.from_pretrained(**arguments, local_files_only=True)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder, local_files_only=True),
-            **dtype_argument(source_dtype(source)),
+            shape, trust_remote_code=trusted, **dtype_argument(source_dtype(source))
         )
     skeleton.save_pretrained(folder, state_dict=dict(weights), max_shard_size=MAX_SHARD)
     (folder / GENERATION_FILE).unlink(missing_ok=True)
@@ -178,7 +209,7 @@ def write_generation(folder: Path, source: Path, generation: Generation) -> None
         shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
 
 
-def check_model(folder: Path, collected: Collected) -> None:
+def check_model(folder: Path, collected: Collected, *, trusted: bool) -> None:
     """Re-open the folder as anyone would: no key too few or too many, the same tensors bit by bit,
     and logits that differ from the running model's by no more than the types round."""
     from transformers import AutoModelForCausalLM
@@ -186,7 +217,10 @@ def check_model(folder: Path, collected: Collected) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reopened, report = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, **dtype_argument("auto")
+            **custom_code.load_from(folder, trusted=trusted),
+            local_files_only=True,
+            output_loading_info=True,
+            **dtype_argument("auto"),
         )
     check_loading(folder, report, strict=True)
     found, weights = dict(named_weights(reopened)), collected.weights
@@ -229,9 +263,9 @@ def _check_logits(reopened: nn.Module, collected: Collected, *, exact: bool) -> 
         )
 
 
-def check_tokenizer(folder: Path, source: Path) -> None:
+def check_tokenizer(folder: Path, source: Path, *, trusted: bool = False) -> None:
     """The exported tokenizer gives the ids of the one that was trained with, and its template."""
-    ours, theirs = load_tokenizer(folder), load_tokenizer(source)
+    ours, theirs = (load_tokenizer(path, trusted=trusted) for path in (folder, source))
     same = all(ours(text)["input_ids"] == theirs(text)["input_ids"] for text in _SAMPLES)
     same = same and ours.chat_template == theirs.chat_template and len(ours) == len(theirs)
     if not same:

@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dbx_llmtrain.compat import dtype_argument
+from dbx_llmtrain.custom_code import load_from
 from dbx_llmtrain.errors import CheckpointError
 
 
-def load_model(folder: Path, *, attention: str) -> nn.Module:
+def load_model(folder: Path, *, attention: str, trusted: bool = False) -> nn.Module:
     """The causal language model of a Hugging Face folder, on the CPU, ready to be trained.
 
     Weights are fp32 whatever the folder holds: AdamW's updates of a bf16 weight are mostly rounded
     away. No cache, because a cache switches the mask of packed rows off. ``attention`` is ``sdpa``,
-    ``eager``, or ``auto``: ``sdpa`` where the model has it.
+    ``eager``, or ``auto``: ``sdpa`` where the model has it. ``trusted``: the model's own code
+    runs (inside ``custom_code.private_modules``).
 
     Raises ``CheckpointError`` when a weight is missing (it would be random) or has another shape,
     and when the model does not run with the ``attention`` that the plan asks for.
@@ -32,7 +34,7 @@ def load_model(folder: Path, *, attention: str) -> nn.Module:
         # A contradicting generation configuration; it is repaired and reported for the export.
         warnings.filterwarnings("ignore", message=".*do_sample")
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
+            **load_from(folder, trusted=trusted),
             attn_implementation=None if attention == "auto" else attention,
             local_files_only=True,
             output_loading_info=True,
@@ -57,11 +59,13 @@ def attention_of(model: Any) -> str:
     return str(model.config._attn_implementation)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a Hugging Face folder."""
+def load_tokenizer(folder: Path, *, trusted: bool = False) -> Any:
+    """The tokenizer of a Hugging Face folder; see ``load_model`` for ``trusted``."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        **load_from(folder, trusted=trusted), local_files_only=True
+    )
 
 
 def check_loading(folder: Path, report: Mapping[str, Any], *, strict: bool) -> None:

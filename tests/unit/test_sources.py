@@ -4,6 +4,7 @@ import csv
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,9 +16,15 @@ import pytest
 import torch
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.driver.sources import only_on_driver, read_rows, resolve_model, source_files
+from dbx_llmtrain.driver.sources import (
+    check_files,
+    only_on_driver,
+    read_rows,
+    resolve_model,
+    source_files,
+)
 from dbx_llmtrain.errors import ConfigError, DataError
-from dbx_llmtrain.sections import ModelConfig, SourceConfig
+from dbx_llmtrain.sections import DataConfig, ModelConfig, SourceConfig
 from tests import tiny
 
 ROWS = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(5)]
@@ -120,6 +127,18 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
         source_files(f"{tmp_path}/*.jsonl")
     with pytest.raises(DataError, match=r"is a folder: give a file or a pattern such as"):
         source_files(str(tmp_path))
+
+
+def test_every_missing_data_file_is_told_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    check_files(DataConfig(train=rows))
+    check_files(DataConfig(train=rows, eval=0.5))
+    check_files(DataConfig(train=rows, eval=rows))
+    with pytest.raises(DataError) as caught:
+        check_files(DataConfig(train=f"{tmp_path}/a.jsonl", eval=f"{tmp_path}/b.jsonl"))
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"no file {tmp_path}/a.jsonl")
+    assert second.startswith(f"no file {tmp_path}/b.jsonl")
 
 
 def test_a_file_that_vanishes_while_reading(tmp_path: Path) -> None:
@@ -448,9 +467,9 @@ from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError
 
-for source, revision in json.loads(sys.argv[1]):
+for source, revision, *trusted in json.loads(sys.argv[1]):
     try:
-        model = ModelConfig(source=source, revision=revision)
+        model = ModelConfig(source=source, revision=revision, trust_remote_code=bool(trusted))
         print(resolve_model(model, Path(sys.argv[2])).model_dump_json())
     except ConfigError as error:
         print(json.dumps(str(error)))
@@ -513,9 +532,11 @@ def hub(model: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def resolve_elsewhere(endpoint: str, cache: Path, *models: tuple[str, str | None]) -> list[Any]:
-    """Model or error text of each. The hub's client reads its settings when it is imported, hence
-    a process of its own."""
+def resolve_elsewhere(endpoint: str, cache: Path, *models: tuple[Any, ...]) -> list[Any]:
+    """Model or error text of each id and revision (with a third item: its code is trusted).
+
+    The hub's client reads its settings when it is imported, hence a process of its own.
+    """
     env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-c", RESOLVE, json.dumps(models), str(cache)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -543,6 +564,39 @@ def test_a_hub_model_is_downloaded_once_at_a_commit(
     # The commit itself needs no network: this process has none.
     known = resolve("org/tiny", cache, revision=COMMIT)
     assert json.loads(known.model_dump_json()) == info
+
+
+def test_code_of_a_hub_model_is_read_before_its_weights(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, asked = hub
+    shutil.rmtree(tmp_path / "hub")
+    folder = tiny.custom_folder(tmp_path / "hub")
+    (folder / "train.py").write_text("raise SystemExit")
+    cache = tmp_path / "cache"
+    (refused,) = resolve_elsewhere(endpoint, cache, ("org/tiny", None))
+    assert "model.trust_remote_code: org/tiny needs Python code that comes with it (" in refused
+    assert "(configuration_tiny.py, modeling_tiny.py, tiny_block.py, tiny_numbers.py)" in refused
+    assert not any("safetensors" in line for line in asked)
+    (info,) = resolve_elsewhere(endpoint, cache, ("org/tiny", None, "trusted"))
+    assert info["model_type"] == "tiny_of_our_own"
+    names = {path.name for path in folder.iterdir()} - {"train.py"}
+    assert {entry["path"] for entry in info["artifact"]["files"]} == names
+    made = Path(info["artifact"]["source"])
+    assert {path.name for path in made.iterdir()} == names | {"manifest.json"}
+    assert asked.count(f"GET /org/tiny/resolve/{COMMIT}/model.safetensors") == 1
+
+
+def test_a_hub_model_lacks_two_things(hub: tuple[str, list[str]], tmp_path: Path) -> None:
+    endpoint, asked = hub
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "hub" / name).unlink()
+    (refused,) = resolve_elsewhere(endpoint, tmp_path / "cache", ("org/tiny", None))
+    assert "2 problems" in refused
+    assert "org/tiny has no config.json" in refused
+    assert "org/tiny has no tokenizer" in refused
+    assert not any("safetensors" in line for line in asked)
+    assert not list((tmp_path / "cache" / "models").glob("*/manifest.json"))
 
 
 def test_what_the_hub_refuses(hub: tuple[str, list[str]], tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""``train(cfg)`` of a model that comes with its own code, on real executors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dbx_llmtrain as llm
+from dbx_llmtrain.custom_code import load_from, private_modules
+from tests import tiny
+
+
+def test_a_model_with_code_is_trained_on_two_executors(spark: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = tiny.custom_folder(tmp_path / "model.v1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"text": f"the cat sat on {n} mats"}) + "\n" for n in range(8))
+    )
+    cfg = llm.TrainConfig(
+        model={"source": str(source), "trust_remote_code": True},
+        data={"train": str(rows), "max_length": 64},
+        train={"max_steps": 2, "global_batch_size": 2, "learning_rate": 1e-2},
+        checkpoint={"dir": str(tmp_path / "runs")},
+        tracking={"run_name": "first"},
+        cluster={
+            "use_gpu": False,
+            "local_dir": str(tmp_path / "local"),
+            "env": {"GLOO_SOCKET_IFNAME": "lo", "HF_HOME": str(tmp_path / "home")},
+        },
+    )
+    result = llm.train(cfg, spark=spark)
+    assert result.steps == 2
+    target = Path(result.model_path or "")
+    code = {path.name: path.read_bytes() for path in source.glob("*.py")}
+    assert {path.name: path.read_bytes() for path in target.glob("*.py")} == code
+    (staged,) = (tmp_path / "local" / "models").glob("[0-9a-f]*")
+    assert {path.name: path.read_bytes() for path in staged.glob("*.py")} == code
+    assert not list((tmp_path / "local" / "scratch").iterdir())
+    assert not (tmp_path / "home" / "modules").exists()
+    with private_modules(tmp_path, wanted=True):
+        model = AutoModelForCausalLM.from_pretrained(**load_from(target, trusted=True))
+        assert torch.isfinite(model(input_ids=torch.arange(3, 9)[None]).logits).all()
