@@ -57,9 +57,10 @@ _lock = threading.RLock()
 class Guard:
     """A ``with`` block that no exception leaves: it becomes one warning per kind."""
 
-    def __init__(self, what: str, warned: set[str]) -> None:
+    def __init__(self, what: str, warned: set[str], *, where: str = "MLflow") -> None:
         self._what = what
         self._warned = warned
+        self._where = where
         self.error: BaseException | None = None
 
     def __enter__(self) -> Guard:
@@ -75,7 +76,7 @@ class Guard:
             return False
         self.error = error
         cause = " ".join(redact(str(error), collect(os.environ)).split())[:500]
-        text = f"MLflow: {self._what} failed: {type(error).__name__}: {cause}"
+        text = f"{self._where}: {self._what} failed: {type(error).__name__}: {cause}"
         level = logging.DEBUG if self._what in self._warned else logging.WARNING
         self._warned.add(self._what)
         logger.log(level, "%s. Training goes on.", text)
