@@ -15,6 +15,7 @@ BIN := $(CURDIR)/.venv/bin
 RUN := JAVA_HOME="$$(cat .venv/java_home)" PATH="$(BIN):$$PATH"
 READY := .venv/packages.stamp .venv/java_home
 MASTER ?= local-cluster[2,1,2048]
+OLDEST_SPARK := tests/spark/test_train.py::test_train_on_two_executors
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -50,8 +51,8 @@ test-full: $(READY) ## All tests; what needs a GPU says so when there is none
 	@$(RUN) python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-oldest
-test-oldest: .venv-oldest/packages.stamp ## Unit and rank tests on the oldest supported versions
-	@PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest -m "not slow and not gpu and not spark" tests/unit tests/dist $(PYTEST_ARGS)
+test-oldest: .venv-oldest/packages.stamp ## Unit and rank tests and one Spark run on the oldest versions
+	@JAVA_HOME="$$(tools/java.sh)" PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest -m "not slow and not gpu" tests/unit tests/dist $(OLDEST_SPARK) $(PYTEST_ARGS)
 
 .venv-oldest/packages.stamp: pyproject.toml constraints/oldest.txt tools/venv.sh
 	@tools/venv.sh .venv-oldest constraints/oldest.txt $(OLDEST_PYTHON)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dbx_llmtrain import planning, tracking
+from dbx_llmtrain import logs, planning, tracking, tracking_tensorboard
 from dbx_llmtrain.config import TrainConfig, require
 from dbx_llmtrain.driver import (
     cluster,
@@ -16,11 +16,12 @@ from dbx_llmtrain.driver import (
     monitor,
     preflight,
     prepare,
+    progress,
     run_folder,
     sources,
     staging,
 )
-from dbx_llmtrain.records import ClusterReport, RunPlan, TrainResult
+from dbx_llmtrain.records import ClusterReport, RankResult, RunPlan, TrainResult
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,7 +42,10 @@ def plan(cfg: TrainConfig, *, spark: SparkSession | None = None) -> RunPlan:
 
     Raises ``ConfigError``, ``ClusterError`` or ``DataError`` for what cannot work.
     """
-    return _decide(cfg, cluster.session(spark))
+    settings = require(cfg).tracking
+    session = cluster.session(spark)
+    with logs.shown(settings.log_level), progress.showing(settings.progress) as shown:
+        return _decide(cfg, session, shown)
 
 
 def train(cfg: TrainConfig, *, spark: SparkSession | None = None) -> TrainResult:
@@ -50,26 +54,44 @@ def train(cfg: TrainConfig, *, spark: SparkSession | None = None) -> TrainResult
     Raises ``ConfigError``, ``ClusterError``, ``DataError`` and ``StagingError`` before any GPU is
     used, and ``TrainingFailed`` with the first failing rank's traceback afterwards.
     """
+    settings = require(cfg).tracking
     session = cluster.session(spark)
-    chosen = _decide(cfg, session)
-    with tracking.driver_run(chosen) as run:
-        chosen = run.attach(chosen)
-        run_folder.write_start(chosen)
-        click.echo(str(chosen))
-        run.log_start(chosen)
-        staging.stage_everywhere(session, chosen)
-        with monitor.follow(chosen, run.log_event):
-            secrets = tracking.worker_secrets(os.environ)
-            outcome = launch.launch(session, chosen, secrets)
-        result = run_folder.write_result(chosen, outcome)
-        run.log_result(result)
-    click.echo(str(result))
+    with logs.shown(settings.log_level), progress.showing(settings.progress) as shown:
+        chosen = _decide(cfg, session, shown)
+        with tracking.driver_run(chosen) as run:
+            chosen = run.attach(chosen)
+            run_folder.write_start(chosen)
+            click.echo(str(chosen))
+            run.log_start(chosen)
+            outcome = _run(session, chosen, run, shown)
+            result = run_folder.write_result(chosen, outcome)
+            run.log_result(result)
+    if not progress.is_interactive():  # there the value of a cell is shown in any case
+        click.echo(str(result))
     return result
 
 
-def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
+def _run(
+    session: SparkSession, plan: RunPlan, run: tracking.DriverRun, shown: progress.Progress
+) -> RankResult:
+    """Stage, launch, and follow what the ranks say."""
+    conf = cluster.conf(session)
+    with monitor.open_channel(conf, local_mode=plan.local_mode) as server:
+        staging.stage_everywhere(session, plan, server=server, progress=shown)
+        with (
+            shown.training(plan) as training,
+            tracking_tensorboard.event_files(plan) as write,
+            monitor.follow(
+                plan, training.event, run.log_event, write, server=server, heard=training.heard
+            ),
+        ):
+            secrets = tracking.worker_secrets(os.environ) | monitor.rank_variables(server)
+            return launch.launch(session, plan, secrets, on_poll=training.tick)
+
+
+def _decide(cfg: TrainConfig, session: SparkSession, shown: progress.Progress) -> RunPlan:
     """Check, probe, resolve the model, prepare the data, plan."""
-    cfg = require(cfg)
+    tracking_tensorboard.check(cfg)
     preflight.require(preflight.check_before_jobs(cluster.conf(session)))
     report = cluster.probe(session, local_dir=cfg.cluster.local_dir)
     layout = planning.choose_layout(cfg, report)
@@ -79,8 +101,11 @@ def _decide(cfg: TrainConfig, session: SparkSession) -> RunPlan:
     folder = run_folder.name_folder(cfg, parent, now=datetime.datetime.now())
     resume_from = run_folder.resume_point(cfg, folder)
     cache = run_folder.make_folder(folder.cache)
+    sources.check_files(cfg.data)
     model = sources.resolve_model(cfg.model, cache)
-    data = prepare.prepare_data(cfg, model, cache)
+    planning.check_length(cfg, model)
+    with shown.rows() as count:
+        data = prepare.prepare_data(cfg, model, cache, progress=count)
     chosen = planning.make_plan(
         cfg,
         report,

@@ -1,6 +1,8 @@
 """What a rank tells the driver while it runs, as JSON lines in ``events.jsonl``.
 
-Kinds: ``started``, ``step``, ``eval``, ``checkpoint``, ``export``, ``failed``, ``finished``.
+Kinds: ``phase`` (what it is about to do), ``started``, ``step``, ``eval``, ``checkpoint``,
+``export``, ``failed``, ``finished``. Rank 0 numbers its events within an attempt; they are the log.
+What is not numbered only says where a rank is, over the channel, and is written nowhere.
 """
 
 from __future__ import annotations
@@ -18,18 +20,20 @@ from dbx_llmtrain.storage import GrowingFile
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["started", "step", "eval", "checkpoint", "export", "failed", "finished"]
+Kind = Literal["phase", "started", "step", "eval", "checkpoint", "export", "failed", "finished"]
 
 
 class Event(Record):
     """One thing that happened. ``time`` is seconds since the epoch, ``step`` optimizer steps done,
-    ``metrics`` numbers by their MLflow names, ``data`` anything else that is JSON."""
+    ``metrics`` numbers by their MLflow names, ``data`` anything else that is JSON. ``n`` counts the
+    events of the attempt's log from 1; 0: not of the log."""
 
     attempt: str
     rank: int
     kind: Kind
     time: float
     step: int
+    n: int = 0
     metrics: dict[str, float] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
 
@@ -41,17 +45,20 @@ class EventLog:
         self._file = GrowingFile(local, shared, every=5.0)
         self._attempt = attempt
         self._rank = rank
+        self._count = 0
 
     def emit(
         self, kind: Kind, step: int, metrics: dict[str, float] | None = None, **data: Any
     ) -> Event:
         """Append one event and return it."""
+        self._count += 1
         event = Event(
             attempt=self._attempt,
             rank=self._rank,
             kind=kind,
             time=time.time(),
             step=step,
+            n=self._count,
             metrics=metrics or {},
             data=data,
         )

@@ -53,12 +53,12 @@ use_cache -- it is off in training
 torch_empty_cache_steps -- the allocator's cache is kept
 output_dir -> checkpoint.dir ; parent of the run folder
 overwrite_output_dir -> checkpoint.resume ; never
-logging_dir -- logs are in the run folder, metrics in MLflow
+logging_dir -> tracking.tensorboard ; logs and event files are in the run folder
 logging_steps, logging_strategy, logging_first_step -> train.log_every
 logging_nan_inf_filter -- a loss that is not finite is shown as it is
-log_level, log_level_replica, log_on_each_node -> tracking.log_level
-disable_tqdm -> tracking.progress
-report_to -- metrics go to MLflow
+log_level, log_level_replica, log_on_each_node -> tracking.log_level ; of driver and ranks
+disable_tqdm -> tracking.progress ; bar, lines or none
+report_to -> tracking.tensorboard ; metrics always go to MLflow, and with true to TensorBoard
 project, trackio_space_id, trackio_static_space_id, trackio_bucket_id -> tracking.experiment
 run_name -> tracking.run_name
 include_num_input_tokens_seen, include_tokens_per_second -- both are always reported
@@ -160,6 +160,7 @@ same_network, rdzv_backend, rdzv_conf, main_training_function, compute_environme
 Spark places the ranks
 gpu_ids, enable_cpu_affinity -- Spark gives every rank its GPU
 distributed_type -> parallel.kind ; NO: single, MULTI_GPU: ddp, FSDP: fsdp, DEEPSPEED: deepspeed
+multi_gpu, use_fsdp, use_deepspeed -> parallel.kind ; ddp, fsdp or deepspeed
 mixed_precision -> train.precision
 downcast_bf16, tpu_env, tpu_use_cluster, tpu_use_sudo, tpu_name, tpu_zone -- TPUs are not supported
 mpirun_config, mpirun_hostfile -- MPI is not used: Spark starts the ranks
@@ -281,7 +282,8 @@ every_n_train_steps, save_interval -> checkpoint.every
 save_top_k -> checkpoint.keep_best
 monitor -> checkpoint.metric
 resume_if_exists, load_dir -> checkpoint.resume
-create_wandb_logger, wandb_logger_kwargs, create_tensorboard_logger -- metrics go to MLflow
+create_wandb_logger, wandb_logger_kwargs -- metrics go to MLflow
+create_tensorboard_logger -> tracking.tensorboard
 create_mlflow_logger, mlflow_logger_kwargs -> tracking.experiment
 peft_scheme -> model.lora
 nsys_profile -> train.profile

@@ -88,9 +88,9 @@ def make_plan(
     strategy, why_strategy = _strategy(cfg, layout.processes)
     precision, why_precision = _precision(cfg, cluster, layout)
     batch, problems = _batch(cfg, layout.processes)
-    problems += _length(cfg, model)
     if problems:
         raise ConfigError(problems)
+    check_length(cfg, model)
     schedule = _schedule(cfg, data, batch)
     return RunPlan(
         attempt=attempt,
@@ -274,16 +274,20 @@ def _auto_micro(cfg: TrainConfig, total: int | None, ranks: int) -> tuple[int, s
     return (fits, reason) if fits < share else (share, "the whole share of a rank")
 
 
-def _length(cfg: TrainConfig, model: ModelInfo) -> list[Problem]:
+def check_length(cfg: TrainConfig, model: ModelInfo) -> None:
+    """Raise ``ConfigError`` for rows longer than the model has positions. Asked before the rows are
+    read, too."""
     if model.max_positions is None or cfg.data.max_length <= model.max_positions:
-        return []
-    return [
-        Problem(
-            "data.max_length",
-            f"expected at most {model.max_positions}, the positions that the model "
-            f"({model.model_type}) was built for, found {cfg.data.max_length}",
-        )
-    ]
+        return
+    raise ConfigError(
+        [
+            Problem(
+                "data.max_length",
+                f"expected at most {model.max_positions}, the positions that the model "
+                f"({model.model_type}) was built for, found {cfg.data.max_length}",
+            )
+        ]
+    )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.custom_code import load_from, private_modules
 from dbx_llmtrain.driver.model_files import digest, refuse
 from dbx_llmtrain.driver.rows import Located, read_rows, source_config, source_files
 from dbx_llmtrain.errors import DataError
@@ -54,7 +55,19 @@ def prepare_data(
     known = _reuse(target)
     if known is not None:
         return known
-    tokenizer = _load_tokenizer(model)
+    with private_modules(work_dir, wanted=cfg.model.trust_remote_code):
+        return _make(cfg, model, target, progress=progress, work_dir=work_dir)
+
+
+def _make(
+    cfg: TrainConfig,
+    model: ModelInfo,
+    target: Path,
+    *,
+    progress: Progress | None,
+    work_dir: Path | None,
+) -> PreparedData:
+    tokenizer = _load_tokenizer(model, trusted=cfg.model.trust_remote_code)
     _check_vocabulary(tokenizer, model)
     encoder = Encoder(
         tokenizer,
@@ -262,11 +275,13 @@ def _fingerprint(data: DataConfig, model: ModelInfo) -> str:
     return digest(json.dumps(parts, sort_keys=True))
 
 
-def _load_tokenizer(model: ModelInfo) -> Any:
+def _load_tokenizer(model: ModelInfo, *, trusted: bool) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.artifact.source)
+        return AutoTokenizer.from_pretrained(
+            **load_from(Path(model.artifact.source), trusted=trusted)
+        )
     except Exception as error:
         # The tokenizers library raises bare Exceptions for files that it cannot read.
         raise refuse(f"the tokenizer of {model.source} cannot be loaded: {error}") from error

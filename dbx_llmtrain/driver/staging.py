@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from dbx_llmtrain.channel import Message, Server
 from dbx_llmtrain.driver import cluster
+from dbx_llmtrain.driver.progress import Progress
 from dbx_llmtrain.errors import StagingError
 from dbx_llmtrain.records import Artifact, RunPlan
 
@@ -17,10 +20,23 @@ _LEAST_BYTES_PER_SECOND = 20e6
 _LEAST_S = 300.0
 
 
-def stage_everywhere(spark: SparkSession, plan: RunPlan) -> dict[str, dict[str, str]]:
+def stage_everywhere(
+    spark: SparkSession,
+    plan: RunPlan,
+    *,
+    server: Server | None = None,
+    progress: Progress | None = None,
+) -> dict[str, dict[str, str]]:
     """Stage the model and the data of a plan; see ``stage_artifacts``."""
     artifacts = (plan.model.artifact, plan.data.artifact)
-    return stage_artifacts(spark, artifacts, local_mode=plan.local_mode, local_dir=plan.local_dir)
+    return stage_artifacts(
+        spark,
+        artifacts,
+        local_mode=plan.local_mode,
+        local_dir=plan.local_dir,
+        server=server,
+        progress=progress,
+    )
 
 
 def stage_artifacts(
@@ -30,20 +46,25 @@ def stage_artifacts(
     local_mode: bool,
     local_dir: str | None,
     timeout_s: float | None = None,
+    server: Server | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, dict[str, str]]:
     """Copy the artifacts once to every node that will have ranks.
 
     In local mode that is the driver's machine alone. Returns, by node, each fingerprint's folder.
-    ``timeout_s`` defaults to what the size takes at 20 MB/s. Raises ``StagingError`` that names
-    every node that failed or did not answer, with the cause.
+    ``timeout_s`` defaults to what the size takes at 20 MB/s. Nodes tell ``server`` how far they
+    are, and ``progress`` shows it. Raises ``StagingError`` that names every node that failed or did
+    not answer, with the cause.
     """
-    args = ([artifact.model_dump(mode="json") for artifact in artifacts], local_dir)
-    if local_mode:
-        outcomes = cluster.run_here(_TARGET, args)
-    else:
-        size = sum(artifact.size for artifact in artifacts)
-        limit = timeout_s or _LEAST_S + size / _LEAST_BYTES_PER_SECOND
-        outcomes = cluster.run_on_nodes(spark, _TARGET, args, timeout_s=limit)
+    args: tuple[Any, ...] = ([item.model_dump(mode="json") for item in artifacts], local_dir)
+    args += ((server.address, server.key) if server and progress else None,)
+    with _shown(server, progress):
+        if local_mode:
+            outcomes = cluster.run_here(_TARGET, args)
+        else:
+            size = sum(artifact.size for artifact in artifacts)
+            limit = timeout_s or _LEAST_S + size / _LEAST_BYTES_PER_SECOND
+            outcomes = cluster.run_on_nodes(spark, _TARGET, args, timeout_s=limit)
     failed = {
         outcome.node: _cause(outcome) for outcome in outcomes.values() if outcome.status != "ok"
     }
@@ -51,6 +72,21 @@ def stage_artifacts(
         what = " and ".join(artifact.source for artifact in artifacts)
         raise StagingError(what, failed)
     return {name: outcome.value for name, outcome in outcomes.items()}
+
+
+@contextmanager
+def _shown(server: Server | None, progress: Progress | None) -> Iterator[None]:
+    if server is None or progress is None:
+        yield
+        return
+
+    def take(message: Message) -> None:
+        copied = message.get("copied")
+        if isinstance(copied, dict):
+            count(str(copied["node"]), int(copied["done"]), int(copied["total"]))
+
+    with progress.copies() as count, server.listening(take):
+        yield
 
 
 def _cause(outcome: cluster.Outcome) -> str:

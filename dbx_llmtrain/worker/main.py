@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dbx_llmtrain import logs
 from dbx_llmtrain.records import RankResult, RunPlan
 from dbx_llmtrain.worker.world import launcher_environment, leave_process, open_world
 
@@ -24,10 +25,15 @@ def run(plan: RunPlan) -> RankResult:
 
     rank = int(launcher_environment(os.environ).get("RANK", "0"))
     with reporting.reporting(plan, rank) as report, session.scratch_folder(plan, rank) as scratch:
+        report.phase("looking for model and data")
         folders = session.stage(plan, scratch)
         ends = generation.check_generation_config(folders.model, plan.data.end_tokens)
+        report.phase("waiting for all ranks")
         with open_world(use_gpu=plan.use_gpu) as world:
-            network = model.load_model(folders.model, attention=plan.attention)
+            report.phase("loading the model")
+            network = model.load_model(
+                folders.model, attention=plan.attention, trusted=plan.config.model.trust_remote_code
+            )
             model.check_same_weights(network)
             job = session.set_up(plan, world, network, folders, report)
             progress = session.resume(job)
@@ -59,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        logging.set_verbosity(logs.of_libraries(plan.config.tracking.log_level))
     run(plan)
     return 0
 

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.errors import StagingError
-from dbx_llmtrain.worker import gpus
+from dbx_llmtrain.worker import copies, gpus
 
 NODE_VARIABLE = "DBX_LLMTRAIN_NODE"
 _DATABRICKS_DISK = "/local_disk0"
@@ -289,7 +289,7 @@ def stage(artifact: dict[str, Any], setting: str | None = None) -> Path:
     target: Path = root / artifact["kind"] / artifact["fingerprint"]
     with file_lock(root / "locks" / f"{artifact['kind']}-{artifact['fingerprint']}"):
         if not _is_complete(target, artifact["files"]):
-            partial = target.with_name(f".{target.name}.partial")
+            partial = _partial(target)
             storage.remove(partial)  # what a killed copy left
             storage.remove(target)
             try:
@@ -301,9 +301,28 @@ def stage(artifact: dict[str, Any], setting: str | None = None) -> Path:
     return target
 
 
-def stage_all(artifacts: Sequence[dict[str, Any]], setting: str | None = None) -> dict[str, str]:
-    """``stage`` each of them; the folders by fingerprint."""
-    return {artifact["fingerprint"]: str(stage(artifact, setting)) for artifact in artifacts}
+def stage_all(
+    artifacts: Sequence[dict[str, Any]],
+    setting: str | None = None,
+    events: tuple[str, str] | None = None,
+) -> dict[str, str]:
+    """``stage`` each of them; the folders by fingerprint.
+
+    ``events`` are address and key of the driver's ``channel.Server``, which then hears of copies.
+    """
+    root = local_dir(setting)
+    missing = []
+    for artifact in artifacts if events else ():
+        target: Path = root / artifact["kind"] / artifact["fingerprint"]
+        if not _is_complete(target, artifact["files"]):
+            size = sum(entry["size"] for entry in artifact["files"])
+            missing.append(copies.Copy(target, _partial(target), size))
+    with copies.told(missing, node_id(), events):
+        return {artifact["fingerprint"]: str(stage(artifact, setting)) for artifact in artifacts}
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
 
 
 def _is_complete(target: Path, files: Sequence[dict[str, Any]]) -> bool:

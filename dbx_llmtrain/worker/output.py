@@ -16,6 +16,11 @@ import threading
 import time
 from collections.abc import Callable
 
+LOG_ONLY = "\x02"
+"""A line that begins with it is for the rank's log alone."""
+LOG_ONLY_VARIABLE = "DBX_LLMTRAIN_LOG_ONLY"
+"""Set for a rank whose driver shows progress: what it would show twice is marked ``LOG_ONLY``."""
+
 LINE_LIMIT = 3900
 """Characters of a line that is passed on; the rest follows as further lines."""
 _END = re.compile(rb"\r\n|\n|\r")

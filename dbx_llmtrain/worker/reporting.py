@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import tempfile
 import time
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dbx_llmtrain import storage
-from dbx_llmtrain.events import EVENTS_FILE, EventLog, Kind
+from dbx_llmtrain import channel, logs, storage
+from dbx_llmtrain.events import EVENTS_FILE, Event, EventLog, Kind
 from dbx_llmtrain.records import RankResult, RunPlan
+from dbx_llmtrain.worker.output import LOG_ONLY, LOG_ONLY_VARIABLE
 
 if TYPE_CHECKING:
     from dbx_llmtrain.tracking import RankTracker
@@ -29,9 +31,13 @@ RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
 Its owner removes it, also after a rank that was killed, so what a rank writes meanwhile is there.
 """
 
+_LIGHT_S = 2.0
+"""Seconds between two messages of where this rank is, at least."""
+
 _AROUND = (
     __file__,
     contextlib.__file__,
+    logs.__file__,
     *(str(Path(__file__).with_name(name)) for name in ("main.py", "world.py")),
 )
 """Files whose frames stand above every failure and say nothing about it."""
@@ -81,7 +87,10 @@ def reporting(plan: RunPlan, rank: int) -> Iterator[Reporter]:
     home = _rank_dir()
     if home:
         home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="dbx_llmtrain-events-", dir=home) as folder:
+    with (
+        logs.shown(plan.config.tracking.log_level),
+        tempfile.TemporaryDirectory(prefix="dbx_llmtrain-events-", dir=home) as folder,
+    ):
         reporter = Reporter(plan, rank, Path(folder) / EVENTS_FILE)
         try:
             yield reporter
@@ -93,13 +102,20 @@ def reporting(plan: RunPlan, rank: int) -> Iterator[Reporter]:
 
 
 class Reporter:
-    """Rank 0 writes events, prints lines and logs to MLflow; the other ranks only count steps."""
+    """Rank 0 writes events, prints lines and logs to MLflow; the other ranks only say where they
+    are. Where the driver listens, it hears all of it live."""
 
     def __init__(self, plan: RunPlan, rank: int, local: Path) -> None:
         self._plan = plan
         self._began = time.perf_counter()
         self._handover = Handover()
         self._step = 0
+        self._phase = ""
+        self._rank = rank
+        self._said_step = float("-inf")
+        self._live = channel.client(os.environ)
+        self._log_only = LOG_ONLY if os.environ.get(LOG_ONLY_VARIABLE) else ""
+        self._shown = logs.LEVELS[plan.config.tracking.log_level]
         self._log: EventLog | None = None
         self._tracker: RankTracker | None = None
         if rank == 0:
@@ -114,6 +130,12 @@ class Reporter:
         """Seconds since this rank began."""
         return time.perf_counter() - self._began
 
+    def phase(self, name: str) -> None:
+        """What this rank is about to do, as a participle: ``loading the model``."""
+        if name != self._phase:
+            self._phase = name
+            self._emit("phase", phase=name)
+
     def started(self, step: int, notes: Sequence[str]) -> None:
         """All is set up; ``step`` steps have been done before, by an earlier attempt."""
         self._step = step
@@ -127,6 +149,7 @@ class Reporter:
         for note in notes:
             self._say(f"note: {note}")
         self._emit("started", notes=list(notes), resumed_from=plan.resume_from)
+        self._go_on()
 
     def step(self, report: StepReport, window: Window, seen: Window, memory: int) -> bool:
         """A step was done. Returns whether it was reported, so that a new window begins.
@@ -137,14 +160,17 @@ class Reporter:
         self._step = report.step
         self._handover.step(report.step)
         if report.skipped:
-            self._say(f"step {report.step}: weights left as they are, {report.skipped}")
+            text = f"step {report.step}: weights left as they are, {report.skipped}"
+            self._say(text, logging.WARNING)
+        self._say_step()
         every, last = self._plan.config.train.log_every, self._plan.total_steps
         if report.step % every and report.step != last:
             return False
         self._say(
             f"step {report.step}/{last}  loss {window.loss:.4f}  "
             f"lr {report.learning_rate:.3g}  grad norm {report.grad_norm:.3g}  "
-            f"{window.tokens_per_second:,.0f} tokens/s"
+            f"{window.tokens_per_second:,.0f} tokens/s",
+            logging.NOTSET,  # the driver shows it in a way of its own
         )
         metrics = {
             "loss": window.loss,
@@ -158,7 +184,8 @@ class Reporter:
             "skipped_steps": seen.skipped,
             "memory_bytes": memory,
         }
-        self._emit("step", metrics)
+        if self._log:
+            self._emit("step", metrics)
         return True
 
     def evaluated(self, report: EvalReport) -> None:
@@ -166,11 +193,13 @@ class Reporter:
         self._say(f"step {self._step}: held-out loss {report.loss:.4f} over {report.rows} rows")
         metrics = {"eval_loss": report.loss, "eval_perplexity": report.perplexity}
         self._emit("eval", metrics, rows=report.rows, trained_tokens=report.trained_tokens)
+        self._go_on()
 
     def saved(self, kind: Kind, path: Path) -> None:
         """A ``checkpoint`` or an ``export`` is complete."""
         self._say(f"step {self._step}: {kind} in {path}")
         self._emit(kind, path=str(path))
+        self._go_on()
 
     def finished(self, result: RankResult) -> None:
         """The run is over on this rank."""
@@ -184,19 +213,53 @@ class Reporter:
         self._emit("failed", error=f"{type(error).__name__}: {error}")
 
     def close(self, patience_s: float) -> None:
-        """Publish what is left; wait at most so long for the tracking server."""
+        """Publish what is left; wait at most so long for the tracking server, and for the driver to
+        have heard everything."""
         if self._log:
             self._log.close()
+        if self._live:
+            self._live.close(min(patience_s, 5.0))
         if self._tracker:
             self._tracker.close(patience_s)
 
+    def _go_on(self) -> None:
+        """After what happens between steps: the next step, where there is one."""
+        if self._step < self._plan.total_steps:
+            self.phase("training")
+
     def _emit(self, kind: Kind, metrics: dict[str, float] | None = None, **data: Any) -> None:
         if self._log and self._tracker:
-            self._tracker.log(self._log.emit(kind, self._step, metrics, **data))
+            event = self._log.emit(kind, self._step, metrics, **data)
+            self._tracker.log(event)
+            self._tell(event)
+        elif self._live and kind in ("phase", "started", "failed", "finished"):
+            self._tell(self._light(kind, data))
 
-    def _say(self, line: str) -> None:
+    def _say_step(self) -> None:
+        """Where this rank is, now and then: the driver sees which one is slow."""
+        now = time.monotonic()
+        if self._live and now - self._said_step >= _LIGHT_S:
+            self._said_step = now
+            self._tell(self._light("step", {}))
+
+    def _light(self, kind: Kind, data: dict[str, Any]) -> Event:
+        return Event(
+            attempt=self._plan.attempt,
+            rank=self._rank,
+            kind=kind,
+            time=time.time(),
+            step=self._step,
+            data=data,
+        )
+
+    def _tell(self, event: Event) -> None:
+        if self._live:
+            self._live.send({"event": event.model_dump(mode="json")})
+
+    def _say(self, line: str, level: int = logging.INFO) -> None:
+        """Print a line of the run, on rank 0. Below the level that is shown it is for the log."""
         if self._log:
-            click.echo(line)
+            click.echo(f"{'' if level >= self._shown else self._log_only}{line}")
 
 
 def _keep_earlier(shared: Path, local: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.errors import CheckpointError, ClusterError, Finding
 from dbx_llmtrain.planning import identity
 from dbx_llmtrain.records import RunPlan
@@ -108,7 +109,8 @@ def stage(plan: RunPlan, scratch: Path) -> Folders:
 def scratch_folder(plan: RunPlan, rank: int) -> Iterator[Path]:
     """A folder for this rank's temporary files on the node's own disk, gone afterwards.
 
-    What a killed attempt of the same run left behind is removed, too.
+    What a killed attempt of the same run left behind is removed, too. Code that comes with the
+    model is imported from below it.
     """
     run = hashlib.sha256(plan.run_dir.encode()).hexdigest()[:16]
     runs = node.local_dir(plan.local_dir) / "scratch" / run
@@ -119,7 +121,8 @@ def scratch_folder(plan: RunPlan, rank: int) -> Iterator[Path]:
     folder = runs / plan.attempt / str(rank)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield folder
+        with private_modules(folder, wanted=plan.config.model.trust_remote_code):
+            yield folder
     finally:
         storage.remove(folder)
         with suppress(OSError):  # not empty: another rank is not done yet
@@ -246,6 +249,7 @@ def evaluate_last(job: Job, progress: Progress) -> None:
 def _evaluate(job: Job, progress: Progress) -> float | None:
     if job.held_out is None:
         return None
+    job.reporter.phase("evaluating")
     report = evaluate(
         job.root,
         job.held_out,
@@ -262,6 +266,7 @@ def save(job: Job, progress: Progress) -> None:
     """Write the checkpoint of the current step, unless the run was resumed from that very one."""
     folder = storage.checkpoint_folder(storage.local_path(job.plan.run_dir), progress.step)
     if progress.saved is None or progress.saved.resolve() != folder.resolve():
+        job.reporter.phase("writing a checkpoint")
         checkpoint.save(
             folder,
             model=job.model,
@@ -279,6 +284,7 @@ def collect_export(job: Job) -> Collected | None:
     """The whole model on rank 0, if the plan wants it exported. All ranks call it."""
     if not job.plan.config.checkpoint.export:
         return None
+    job.reporter.phase("exporting")
     return export.collect(job.root, job.model, job.folders.model, job.world)
 
 
@@ -292,6 +298,7 @@ def write_export(job: Job, collected: Collected | None, generation: Generation) 
         source=job.folders.model,
         generation=generation,
         scratch=job.folders.scratch,
+        trusted=job.plan.config.model.trust_remote_code,
     )
     job.reporter.saved("export", target)
     return str(target)

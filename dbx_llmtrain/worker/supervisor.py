@@ -198,10 +198,12 @@ class Trainer:
         self._ended.set()
 
     def _take(self, line: str) -> None:
-        self._forward.send(line)
+        text = line.removeprefix(output.LOG_ONLY)
+        if text == line:
+            self._forward.send(line)
         if self._log is not None:
             try:
-                self._log.write(line.encode() + b"\n")
+                self._log.write(text.encode() + b"\n")
             except OSError as error:  # a full disk ends the log, not the training
                 self._log = None
                 self._forward.send(f"this rank's log ends here: {error}")

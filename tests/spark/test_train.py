@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 import dbx_llmtrain as llm
+from dbx_llmtrain.channel import Server
+from dbx_llmtrain.driver import monitor
 from tests import tiny
 from tests.spark.helpers import processes_with
 
@@ -68,10 +72,16 @@ def mlflow_run(result_dir: Path, run_id: str | None = None) -> Any:
     return MlflowClient(plan["tracking"]["uri"]).get_run(run_id or plan["tracking"]["run_id"])
 
 
-def test_train_on_two_executors(spark: Any, inputs: Path, tmp_path: Path) -> None:
+def test_train_on_two_executors(
+    spark: Any, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     cfg = config(inputs, tmp_path, checkpoint={"every": 2})
+    before = set(threading.enumerate())
     result = llm.train(cfg, spark=spark)
 
+    ours = [one.name for one in set(threading.enumerate()) - before if "dbx" in one.name]
+    assert not ours, "no thread of ours is left"
+    check_output(*capfd.readouterr(), folder=Path(result.run_dir))
     assert result.steps == 4
     assert result.restarts == ()
     needed = {
@@ -98,6 +108,29 @@ def test_train_on_two_executors(spark: Any, inputs: Path, tmp_path: Path) -> Non
     check_tracking(folder, result)
 
 
+def check_output(printed: str, shown: str, folder: Path) -> None:
+    """Progress in lines; what it says is not said again by the ranks, but it is in the log."""
+    for line in (
+        r"preparing: 49 rows, done in [\d.]+ s",
+        r"staging: .* of .*, \S+ 100%, done in [\d.]+ s",
+        r"loading the model",
+        r"training: step 0 of 4",
+        r"evaluating",
+        r"writing a checkpoint",
+        r"training: step 4 of 4, loss [\d.]+, [\d,]+ tokens/s, done in [\d.]+ s",
+    ):
+        assert re.search(f"^{line}$", shown, re.MULTILINE), (line, shown)
+    assert not re.search(r"step \d/4", printed + shown)
+    assert "[rank 0] step 4: held-out loss" in printed + shown
+    assert printed.count("Result of first") == 1
+    log = (folder / "logs" / "rank-00000.log").read_text()
+    assert [line[:8] for line in log.splitlines() if "tokens/s" in line] == [
+        f"step {step}/4" for step in (1, 2, 3, 4)
+    ]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"EVENTS_SECRET" in path.read_bytes()]
+
+
 def check_export(result: llm.TrainResult) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,15 +150,28 @@ def check_tracking(folder: Path, result: llm.TrainResult) -> None:
     assert math.isclose(run.data.metrics["eval_loss"], result.metrics["eval_loss"], rel_tol=1e-9)
     assert {item.dataset.name for item in run.inputs.dataset_inputs}
     assert result.checkpoint in run.data.tags.values()
+    assert logged_steps(folder) == [1, 2, 3, 4]
+
+
+def logged_steps(folder: Path) -> list[int]:
+    """Steps whose loss the MLflow run has, in the order in which they were logged."""
+    from mlflow import MlflowClient
+
+    tracking = json.loads((folder / "plan.json").read_text())["tracking"]
+    history = MlflowClient(tracking["uri"]).get_metric_history(tracking["run_id"], "loss")
+    return [metric.step for metric in history]
 
 
 def test_a_second_call_goes_on_from_the_newest_checkpoint(
-    spark: Any, inputs: Path, tmp_path: Path
+    spark: Any, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = llm.train(config(inputs, tmp_path, train={"max_steps": 2}), spark=spark)
     # A folder without a manifest is what a killed writer leaves: it does not count.
     (Path(first.run_dir) / "checkpoints" / "step-00000003").mkdir()
-    second = llm.train(config(inputs, tmp_path), spark=spark)
+    with monkeypatch.context() as patch:
+        lose_the_channel(patch)
+        second = llm.train(config(inputs, tmp_path), spark=spark)
+    assert logged_steps(Path(second.run_dir)) == [3, 4], "the file has what no rank could send"
     assert second.run_dir == first.run_dir
     assert second.steps == 4
     plan = json.loads((Path(second.run_dir) / "plan.json").read_text())
@@ -137,6 +183,17 @@ def test_a_second_call_goes_on_from_the_newest_checkpoint(
     steps = [event["step"] for event in events if event["kind"] == "step"]
     assert steps == [1, 2, 3, 4]
     check_other_rows_are_refused(spark, config(inputs, tmp_path, train={"seed": 9}), second)
+
+
+def lose_the_channel(patch: pytest.MonkeyPatch) -> None:
+    """The driver's server is gone before the first rank starts."""
+    variables = monitor.rank_variables
+
+    def close(server: Server) -> dict[str, str]:
+        server.close()
+        return variables(server)
+
+    patch.setattr(monitor, "rank_variables", close)
 
 
 def check_other_rows_are_refused(

@@ -33,7 +33,7 @@ EXPORTED = [
 ]
 
 FIELDS = """
-model.source model.revision model.attention
+model.source model.revision model.attention model.trust_remote_code
 data.train data.eval data.format data.columns data.objective data.train_on data.max_length
 data.overflow data.packing data.cache_dir
 parallel.kind parallel.shard
@@ -43,6 +43,7 @@ train.optimizer train.weight_decay train.betas train.max_grad_norm train.precisi
 train.eval_every train.log_every
 checkpoint.dir checkpoint.every checkpoint.export checkpoint.resume
 tracking.experiment tracking.run_name tracking.tags tracking.log_checkpoints
+tracking.tensorboard tracking.progress tracking.log_level
 cluster.processes cluster.use_gpu cluster.local_mode cluster.local_dir cluster.env
 """.split()
 
@@ -52,7 +53,7 @@ def test_exported_names() -> None:
     assert dbx_llmtrain.__all__ == EXPORTED
     for name in EXPORTED:
         assert getattr(dbx_llmtrain, name) is not None
-    assert set(EXPORTED) <= set(dir(dbx_llmtrain))
+    assert dir(dbx_llmtrain) == EXPORTED, "what a notebook offers to complete"
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = dbx_llmtrain.trian
 

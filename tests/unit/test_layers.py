@@ -16,18 +16,18 @@ LAYERS = [
     line.split()
     for line in """
 errors
-option_names
+option_names channel logs
 config_checks overrides
 sections credentials
 config
 records
 storage
-display events compat
+display events compat custom_code
 planning tracking_store
-tracking text.formats text.packing
+tracking tracking_tensorboard text.formats text.packing
 text.prepared
 text.chat
-worker.gpus worker.output
+worker.gpus worker.output worker.copies
 worker.node
 worker.world
 worker.model worker.data worker.masks worker.optim worker.generation
@@ -38,9 +38,10 @@ worker.reporting
 worker.session
 worker.main
 worker.supervisor
+driver.model_code
 driver.shipping driver.preflight driver.model_files driver.rows driver.gguf driver.run_folder
-driver.monitor driver.diagnosis driver.signals
-driver.cluster driver.hub
+driver.monitor driver.diagnosis driver.signals driver.progress_views
+driver.cluster driver.hub driver.progress
 driver.sources driver.prepare driver.staging driver.launch
 api
 cli

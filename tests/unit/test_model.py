@@ -9,8 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dbx_llmtrain.errors import CheckpointError
-from dbx_llmtrain.worker.model import load_model, load_tokenizer, named_weights
+from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.custom_code import private_modules
+from dbx_llmtrain.driver.sources import resolve_model
+from dbx_llmtrain.errors import CheckpointError, ConfigError
+from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.worker.model import attention_of, load_model, load_tokenizer, named_weights
 from tests import tiny
 
 
@@ -70,3 +74,50 @@ def test_the_tokenizer_comes_from_the_folder(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer("the cat")["input_ids"] == tiny.tokenizer()("the cat")["input_ids"]
     assert tokenizer.chat_template == tiny.CHATML
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_c80_eager_and_sdpa_give_the_same_logits(tmp_path: Path, family: str) -> None:
+    {"llama": tiny.llama, "gpt2": tiny.gpt2}[family]().save_pretrained(tmp_path)
+    logits = []
+    for attention in ("eager", "sdpa"):
+        model = load_model(tmp_path, attention=attention).eval()
+        assert attention_of(model) == attention
+        with torch.no_grad():
+            logits.append(model(input_ids=torch.arange(3, 40)[None]).logits)
+    assert float((logits[0] - logits[1]).abs().max()) < 1e-5
+
+
+def test_c80_auto_is_sdpa_where_the_model_has_it(tmp_path: Path) -> None:
+    assert attention_of(load_model(tiny.model_folder(tmp_path), attention="auto")) == "sdpa"
+
+
+@pytest.mark.parametrize("asked", ["flash_attention_2", "flex_attention", "paged|sdpa"])
+def test_c80_what_is_not_offered_is_refused_by_the_configuration(asked: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig(model={"source": "x", "attention": asked}, data={"train": "y"})
+    (problem,) = caught.value.problems
+    assert str(problem) == (f"model.attention: expected 'auto', 'sdpa' or 'eager', found '{asked}'")
+
+
+def test_c80_a_model_without_the_implementation_is_refused_on_the_driver(tmp_path: Path) -> None:
+    folder = tiny.custom_folder(tmp_path / "model")
+    path = folder / "modeling_tiny.py"
+    path.write_text(path.read_text().replace("_supports_sdpa = True", "_supports_sdpa = False"))
+    for attention in ("auto", "eager"):
+        config = ModelConfig(source=str(folder), attention=attention, trust_remote_code=True)
+        assert resolve_model(config, tmp_path / "cache").model_type == "tiny_of_our_own"
+    config = ModelConfig(source=str(folder), attention="sdpa", trust_remote_code=True)
+    with pytest.raises(ConfigError, match=r"model\.attention: .*has no sdpa attention: use auto"):
+        resolve_model(config, tmp_path / "cache")
+
+
+def test_c80_a_model_that_runs_with_another_one_is_refused(tmp_path: Path) -> None:
+    folder = tiny.custom_folder(tmp_path / "model")
+    path = folder / "modeling_tiny.py"
+    stubborn = "self.post_init()\n        config._attn_implementation = 'eager'\n"
+    path.write_text(path.read_text().replace("self.post_init()\n", stubborn))
+    with private_modules(tmp_path, wanted=True):
+        assert load_model(folder, attention="eager", trusted=True) is not None
+        with pytest.raises(CheckpointError, match="runs with eager attention, the plan says sdpa"):
+            load_model(folder, attention="sdpa", trusted=True)

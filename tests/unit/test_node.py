@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.channel import Server
 from dbx_llmtrain.errors import StagingError
 from dbx_llmtrain.records import NodeReport
-from dbx_llmtrain.worker import gpus, node
+from dbx_llmtrain.worker import copies, gpus, node
 
 MIB = 1024 * 1024
 
@@ -147,6 +149,46 @@ def test_stage_copies_and_reuses(source: Path, tmp_path: Path) -> None:
     shutil.rmtree(source)  # a finished copy does not need its source
     assert node.stage(known, local) == target
     assert weights.stat().st_ino == before
+
+
+def test_the_driver_hears_of_copies_and_only_of_them(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(node.NODE_VARIABLE, "worker-1")
+    monkeypatch.setattr(copies, "_EVERY_S", 0.01)
+    staged = [artifact(source, "f1"), artifact(source, "f2")]
+    size = 2 * (200_000 + 2)
+    got: list[dict[str, Any]] = []
+    server = Server("127.0.0.1")
+    events = (server.address, server.key)
+    threads = threading.active_count()
+    try:
+        with server.listening(got.append):
+            folders = node.stage_all(staged, str(tmp_path / "local"), events)
+            assert got[-1] == {"copied": {"node": "worker-1", "done": size, "total": size}}
+            amounts = [message["copied"]["done"] for message in got]
+            assert amounts == sorted(amounts)
+            got.clear()
+            assert node.stage_all(staged, str(tmp_path / "local"), events) == folders
+            assert got == [], "what is there costs nothing"
+            shutil.rmtree(folders["f2"])
+            node.stage_all(staged, str(tmp_path / "local"), events)
+            assert got[-1]["copied"]["total"] == size // 2, "only what is copied counts"
+            (source / "config.json").unlink()
+            broken = staged[0] | {"fingerprint": "f3"}
+            with pytest.raises(StagingError):
+                node.stage_all([broken], str(tmp_path / "local"), events)
+    finally:
+        server.close()
+    assert threading.active_count() == threads - 1
+
+
+def test_a_driver_that_is_gone_does_not_hold_up_copies(source: Path, tmp_path: Path) -> None:
+    staged = [artifact(source)]
+    started = time.monotonic()
+    folders = node.stage_all(staged, str(tmp_path / "local"), ("127.0.0.1:9", "key"))
+    assert time.monotonic() - started < 10.0
+    assert (Path(folders["f1"]) / "config.json").read_text() == "{}"
 
 
 def test_stage_repairs_a_damaged_copy(source: Path, tmp_path: Path) -> None:

@@ -57,6 +57,10 @@ def test_every_hugging_face_argument_is_known() -> None:
         ("optim.sched.name", "train.schedule"),
         ("global_batch_size", "train.global_batch_size"),
         ("lora_alpha", "model.lora.alpha"),
+        ("report_to", "tracking.tensorboard"),
+        ("create_tensorboard_logger", "tracking.tensorboard"),
+        ("disable_tqdm", "tracking.progress"),
+        ("log_level", "tracking.log_level"),
     ],
 )
 def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
@@ -78,7 +82,6 @@ def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
         ("fp8_config", "fp8 is not supported"),
         ("mpirun_config", "MPI"),
         ("tpu_num_cores", "TPUs are not supported"),
-        ("report_to", "MLflow"),
         ("wandb", "MLflow"),
         ("push_to_hub", "huggingface_hub"),
     ],

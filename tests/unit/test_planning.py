@@ -68,7 +68,9 @@ def config(**sections: Any) -> TrainConfig:
     return TrainConfig(**base)
 
 
-def plan(cfg: TrainConfig, where: ClusterReport, examples: int = 100) -> RunPlan:
+def plan(
+    cfg: TrainConfig, where: ClusterReport, examples: int = 100, positions: int | None = 4096
+) -> RunPlan:
     files = {"source": "/s", "fingerprint": "f", "files": ()}
     audit = Audit(
         read_rows=examples, train_rows=examples, eval_rows=0, tokens=1000, trained_tokens=400,
@@ -80,7 +82,7 @@ def plan(cfg: TrainConfig, where: ClusterReport, examples: int = 100) -> RunPlan
     )  # fmt: skip
     model = ModelInfo(
         artifact=Artifact(kind="models", **files), source="m", model_type="llama", vocab_size=97,
-        max_positions=4096,
+        max_positions=positions,
     )  # fmt: skip
     return planning.make_plan(
         cfg, where, planning.choose_layout(cfg, where), model, data,
@@ -155,10 +157,24 @@ def test_contradicting_batch_numbers_are_refused_with_the_product() -> None:
     assert caught.value.problems[0].path == "train.global_batch_size"
 
 
-def test_rows_longer_than_the_models_positions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="at most 4096") as caught:
-        plan(config(data={"max_length": 8192}), cluster(nodes=2))
-    assert [problem.path for problem in caught.value.problems] == ["data.max_length"]
+@pytest.mark.parametrize(
+    ("positions", "length", "refused"),
+    [(128, 129, True), (128, 128, False), (None, 129, False), (None, 1_000_000, False)],
+)
+def test_c81_rows_longer_than_the_models_positions_are_refused(
+    positions: int | None, length: int, refused: bool
+) -> None:
+    cfg = config(data={"max_length": length})
+    if not refused:
+        assert plan(cfg, cluster(nodes=2), positions=positions).config == cfg
+        return
+    with pytest.raises(ConfigError) as caught:
+        plan(cfg, cluster(nodes=2), positions=positions)
+    (problem,) = caught.value.problems
+    assert str(problem) == (
+        "data.max_length: expected at most 128, the positions that the model (llama) was built "
+        "for, found 129"
+    )
 
 
 @pytest.mark.parametrize(

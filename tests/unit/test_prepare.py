@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.config import TrainConfig
@@ -15,7 +16,10 @@ from dbx_llmtrain.errors import ConfigError, DataError
 from dbx_llmtrain.records import ModelInfo, PreparedData
 from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.text.prepared import Split
-from tests import tiny
+from dbx_llmtrain.worker.data import Order
+from dbx_llmtrain.worker.loss import LossModule, probe
+from dbx_llmtrain.worker.model import load_tokenizer
+from tests import reference, tiny
 
 EOS = 2
 WORDS = "the cat sat on the mat and the dog sat on the log".split()
@@ -307,3 +311,50 @@ def test_a_quick_preparation_shows_no_bar(
     cfg = TrainConfig(model={"source": "x"}, data={"train": str(source), "max_length": 64})
     prepare_data(cfg, plain, tmp_path / "cache")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_c19_padding_is_right_and_changes_no_loss_whatever_the_tokenizers_side(
+    tmp_path: Path, family: str, side: str
+) -> None:
+    folder = tmp_path / "model"
+    words = tiny.tokenizer(chat_template=None)
+    words.pad_token = "</s>"
+    words.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": side}))
+    assert load_tokenizer(folder).padding_side == side
+    model = {"llama": tiny.llama, "gpt2": tiny.gpt2}[family](vocab_size=len(words))
+    model.save_pretrained(folder)
+    info = resolve_model(ModelConfig(source=str(folder)), tmp_path / "cache")
+    rows = [{"prompt": "the cat " * (1 + 3 * n), "completion": "the log " * n} for n in (1, 4, 7)]
+    split = split_of(prepare(tmp_path, info, rows, max_length=128, packing=False))
+
+    def step(micro_batch: int) -> tuple[float, dict[str, torch.Tensor]]:
+        """Mean loss and gradient of all rows; and every pad is behind what it pads."""
+        module, total = LossModule(model), 0.0
+        padded = probe(module, module, device="cpu", max_length=128).padded
+        order = Order(split, seed=0, global_batch=3, micro_batch=micro_batch, padded=padded)
+        for batch in (whole := order.step(0)).batches:
+            assert bool((batch.segment_ids.diff(dim=1) <= 0).all())
+            assert bool((batch.position_ids[:, 0] == 0).all())
+            assert bool((batch.segment_ids == 0).any()) == (micro_batch == 3)
+            loss = module(**batch.inputs())
+            (loss / whole.trained_total).backward()
+            total += float(loss.detach()) / whole.trained_total
+        found = {name: p.grad.clone() for name, p in module.named_parameters()}
+        module.zero_grad(set_to_none=True)
+        return total, found
+
+    (padded, padded_gradient), (alone, gradient) = step(3), step(1)
+    assert abs(padded - alone) < 1e-6
+    assert reference.difference(padded_gradient, gradient) < 1e-6
+    # The model's own loss, row by row.
+    total = 0.0
+    for row in range(3):
+        ids, trained = split.document(row)
+        labels = torch.tensor(ids.astype("int64")).where(torch.tensor(trained), -100)[None]
+        out = model(input_ids=torch.tensor(ids.astype("int64"))[None], labels=labels)
+        total += float(out.loss.detach()) * int((labels[:, 1:] != -100).sum())
+    assert abs(padded - total / int(split.trained.sum())) < 1e-5

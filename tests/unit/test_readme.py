@@ -1,37 +1,50 @@
-"""What the README and CONTRIBUTING show is true: it parses, it exists, it can be called so."""
+"""What the pages show is true: it parses, it exists, it can be called so.
+
+``tests/spark/test_pages.py`` runs what of it runs.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
-import shlex
-from pathlib import Path
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from typing import Any
 
 import click
 import pytest
 
 import dbx_llmtrain
-from dbx_llmtrain import cli, tracking
+from dbx_llmtrain import cli, config, option_names, tracking
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.records import TrainResult
+from tests.pages import PAGES, ROOT, blocks, commands, lines_of_shell
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of a language, in both pages."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGES, re.MULTILINE | re.DOTALL)
+README = PAGES[0].read_text(encoding="utf-8")
+CONFIGURATION = ROOT / "docs" / "configuration.md"
 
 
-def commands(program: str) -> list[list[str]]:
-    """Arguments of every call of ``program`` in the shell blocks."""
-    lines = [
-        shlex.split(line, comments=True) for block in blocks("bash") for line in block.split("\n")
+def test_every_block_is_of_a_language_that_is_checked() -> None:
+    found = [
+        line.removeprefix("```")
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("```")
     ]
-    return [line[1:] for line in lines if line and line[0] == program]
+    assert set(found[0::2]) == {"bash", "python", "yaml", "json", "text", ""}
+    assert set(found[1::2]) == {""}
+    assert found.count("text") == 1  # how TensorBoard is opened
+    assert found[0::2].count("") == 1  # the file map
+
+
+def test_every_command_is_of_a_program_that_is_checked() -> None:
+    programs = {words[0] for words in lines_of_shell()}
+    known = {"make", "dbx-llmtrain", "mlflow", "tensorboard", "accelerate", ".venv/bin/python"}
+    assert programs == known
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
@@ -39,32 +52,43 @@ def test_configurations_are_valid(text: str) -> None:
     assert TrainConfig.from_yaml(text).model.source
 
 
+def test_the_reference_has_every_field_with_its_default() -> None:
+    import yaml
+
+    text = next(block for block in blocks("yaml", CONFIGURATION) if "shard:" in block)
+    listed = [f"{name}.{key}" for name, fields in yaml.safe_load(text).items() for key in fields]
+    assert listed == config.field_paths()
+    shown = TrainConfig.from_yaml(text)
+    bare = TrainConfig(model={"source": shown.model.source}, data={"train": shown.data.train})
+    assert shown == bare
+
+
+def used(tree: ast.Module, name: str) -> set[str]:
+    """The attributes of a name that the code uses."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+    }
+
+
 def test_python_uses_names_that_exist() -> None:
-    (code,) = blocks("python")
-    tree = ast.parse(code)
-    used = [
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "llm"
-    ]
-    assert {"TrainConfig", "probe", "plan", "train"} <= set(used) <= set(dbx_llmtrain.__all__)
-    results = [
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "result"
-    ]
-    assert set(results) <= set(TrainResult.model_fields)
+    ours = [ast.parse(code) for code in blocks("python") if "import dbx_llmtrain" in code]
+    assert len(ours) == 2
+    for tree in ours:
+        assert used(tree, "llm") <= set(dbx_llmtrain.__all__)
+        assert used(tree, "result") <= set(TrainResult.model_fields)
+    assert {"TrainConfig", "probe", "plan", "train"} <= used(ours[0], "llm")
     # The configuration is built; the calls that need a cluster fit their functions.
     names: dict[str, object] = {}
-    end = next(i for i, node in enumerate(tree.body) if isinstance(node, ast.Expr))
-    exec(compile(ast.Module(tree.body[:end], []), "README.md", "exec"), names)
+    body = ours[0].body
+    end = next(i for i, node in enumerate(body) if isinstance(node, ast.Expr))
+    exec(compile(ast.Module(body[:end], []), "README.md", "exec"), names)
     assert isinstance(names["cfg"], TrainConfig)
     for function in (dbx_llmtrain.plan, dbx_llmtrain.train):
-        inspect.signature(function).bind(names["cfg"])
+        inspect.signature(function).bind(names["cfg"], spark=None)
     inspect.signature(dbx_llmtrain.probe).bind()
 
 
@@ -80,18 +104,121 @@ def test_commands_parse() -> None:
                 assert TrainConfig.from_dict(minimal, override)
 
 
+@pytest.mark.parametrize(
+    ("program", "help_of"),
+    [
+        ("mlflow", ["mlflow", "ui", "--help"]),
+        ("tensorboard", ["tensorboard.main", "--helpfull"]),
+    ],
+)
+def test_other_programs_have_the_options_that_are_shown(program: str, help_of: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *help_of],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    (shown,) = commands(program)
+    options = [word for word in shown if word.startswith("--")]
+    assert options
+    for option in options:
+        assert option in done.stdout + done.stderr
+
+
+def test_extras_that_are_named_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    texts = [page.read_text(encoding="utf-8") for page in PAGES]
+    named = {name for text in texts for name in re.findall(r"dbx_llmtrain\[(\w+)\]", text)}
+    assert "tensorboard" in named
+    assert named <= set(project["optional-dependencies"])
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in commands("make"):
         assert re.search(rf"^{line[0]}:", makefile, re.MULTILINE), line
     assert len(commands("make")) >= 5
+    for target in re.findall(r"`make ([a-z-]+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_files_that_are_named_exist() -> None:
-    for _, target in re.findall(r"\[([^]]+)]\(([^):]+)\)", PAGES):
-        assert (ROOT / target).exists(), target
+def test_links_lead_somewhere() -> None:
+    headings = {
+        re.sub(r"[^a-z0-9 -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+        for line in README.splitlines()
+        if line.startswith("#")
+    }
+    for page in PAGES:
+        for _, target in re.findall(r"\[([^]]+)]\(([^):]+)\)", page.read_text(encoding="utf-8")):
+            if target.startswith("#"):
+                assert target[1:] in headings, target
+            else:
+                assert (page.parent / target).exists(), target
     for line in commands(".venv/bin/python"):
         assert (ROOT / line[-1]).exists()
+
+
+def test_the_readers_own_test_is_pointed_to() -> None:
+    assert "(examples/test_my_training.py)" in README
+    assert "(notebooks/01_quickstart.ipynb)" in README
+
+
+# The side-by-side -----------------------------------------------------------------------------
+
+
+def their_settings() -> dict[str, Any]:
+    """What the blocks of TRL and DeepSpeed set, by their names."""
+    (code,) = (block for block in blocks("python") if "SFTConfig" in block)
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    (args,) = (node for node in calls if getattr(node.func, "id", "") == "SFTConfig")
+    found = {item.arg: ast.literal_eval(item.value) for item in args.keywords if item.arg}
+    (text,) = blocks("json")
+    return found | dict(leaves(json.loads(text)))
+
+
+def leaves(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, item in value.items():
+        if isinstance(item, dict):
+            yield from leaves(item, f"{prefix}{key}.")
+        else:
+            yield prefix + key, item
+
+
+def our_settings() -> TrainConfig:
+    section = README.split("## I come from", 1)[1]
+    text = section.split("```yaml\n", 1)[1].split("```", 1)[0]
+    return TrainConfig.from_yaml(text)
+
+
+def test_the_side_by_side_says_the_same() -> None:
+    ours, theirs = our_settings(), their_settings()
+    (launch,) = commands("accelerate")
+    processes = int(launch[launch.index("--num_processes") + 1])
+    translated = {
+        "assistant_only_loss": "assistant",
+        "report_to": True,
+        "bf16.enabled": "bf16",
+        "zero_optimization.stage": "fsdp",
+        "gradient_accumulation_steps": None,
+    }
+    for name, value in theirs.items():
+        option = option_names.find(name)
+        assert option is not None, name
+        assert option.ours is not None, name
+        path = "parallel.kind" if option.ours == "parallel.stage" else option.ours
+        section, field = path.split(".")
+        expected = translated.get(name, value)
+        assert getattr(getattr(ours, section), field) == expected, name
+    assert theirs["train_micro_batch_size_per_gpu"] == theirs["per_device_train_batch_size"]
+    batch = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
+    assert ours.train.global_batch_size == batch * processes
+    (code,) = (block for block in blocks("python") if "SFTConfig" in block)
+    assert f'"{ours.model.source}"' in code
+    assert f'"{ours.data.train}"' in code
+    for word in launch:
+        if word.startswith("--"):
+            assert option_names.find(word[2:]) is not None, word
+
+
+# Facts ----------------------------------------------------------------------------------------
 
 
 def test_the_file_map_has_every_module() -> None:
@@ -109,8 +236,16 @@ def test_the_file_map_has_every_module() -> None:
 
 
 def test_metrics_are_those_that_are_logged() -> None:
-    section = README.split("Metrics, with optimizer steps as the step:", 1)[1].split("\n", 1)[0]
+    text = CONFIGURATION.read_text(encoding="utf-8")
+    section = text.split("Metrics, with optimizer steps as the step:", 1)[1].split("\n", 1)[0]
     assert set(re.findall(r"`(\w+)`", section)) <= set(tracking.METRICS)
+
+
+def test_tensorboard_is_opened_where_the_files_are() -> None:
+    usual = TrainConfig.from_yaml(blocks("yaml", CONFIGURATION)[0])
+    folder = f"{usual.checkpoint.dir}/{usual.tracking.run_name}/tensorboard"
+    (text,) = blocks("text")
+    assert text == f"%load_ext tensorboard\n%tensorboard --logdir {folder}\n"
 
 
 def test_versions_in_the_readme_are_those_of_the_package() -> None:

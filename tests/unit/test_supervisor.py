@@ -183,6 +183,17 @@ def test_output_that_is_not_utf8_is_passed_on(tmp_path: Path) -> None:
     assert run.log().splitlines() == [line.removeprefix("[rank 1] ") for line in lines]
 
 
+def test_lines_for_the_log_are_not_passed_on(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, "log_only")
+    code, printed, _ = run.end()
+    assert code == 0
+    assert printed == "[rank 1] for all\n[rank 1] for all too\n"
+    log = run.log()
+    assert log.splitlines()[:3] == ["for all", "step 1/3", "step 2/3"]
+    assert log.splitlines()[-1] == "step 3/3"
+    assert output.LOG_ONLY not in log
+
+
 def test_output_survives_an_ascii_launcher(tmp_path: Path) -> None:
     _, printed, _ = Supervised(tmp_path, "bytes", PYTHONIOENCODING="ascii").end()
     assert printed.isascii()

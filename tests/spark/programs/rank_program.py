@@ -45,6 +45,19 @@ def action_environment() -> None:
     finish()
 
 
+def action_log_only() -> None:
+    from dbx_llmtrain.worker.output import LOG_ONLY
+
+    print("for all", flush=True)
+    print(f"{LOG_ONLY}step 1/3", flush=True)
+    print(f"{LOG_ONLY}step 2/3\nfor all too", flush=True)
+    sys.stdout.write(f"{LOG_ONLY}step 3")
+    sys.stdout.flush()
+    time.sleep(1.5)
+    print("/3", flush=True)
+    finish()
+
+
 def action_raise() -> None:
     if RANK == 1:
         (FOLDER / "step").write_text("7")
@@ -67,10 +80,12 @@ def action_killed() -> None:
 
 
 def action_killed_while_reporting() -> None:
+    from dbx_llmtrain.config import TrainConfig
     from dbx_llmtrain.records import RunPlan
     from dbx_llmtrain.worker.reporting import reporting
 
-    with reporting(RunPlan.model_construct(), RANK):
+    config = TrainConfig(model={"source": "m"}, data={"train": "d.jsonl"})
+    with reporting(RunPlan.model_construct(config=config), RANK):
         found = list(FOLDER.glob("dbx_llmtrain-events-*"))
         print(f"{len(found)} folder for events", flush=True)
         action_killed()

@@ -1,0 +1,220 @@
+"""How preparing, staging and training are shown while they last: a bar, lines, or nothing.
+
+It is shown on standard error, in a notebook as a widget where widgets work. Nothing here raises:
+what goes wrong ends the showing and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from dbx_llmtrain.driver.progress_views import ENDS, BarView, LinesView, Task, View, duration
+from dbx_llmtrain.events import Event
+from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.worker import node
+
+Mode = Literal["auto", "bar", "lines", "none"]
+
+_NAMES_SHOWN = 4
+_ROWS_EVERY = 0.2
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def is_interactive() -> bool:
+    """Whether the value of a last expression is shown by itself: notebook, IPython, ``python``."""
+    return in_notebook() or hasattr(sys, "ps1")
+
+
+def choose(mode: Mode) -> Literal["bar", "lines", "none"]:
+    """What ``auto`` stands for here: a bar in a notebook or terminal, else lines."""
+    if mode != "auto":
+        return mode
+    return "bar" if in_notebook() or sys.stderr.isatty() else "lines"
+
+
+@contextmanager
+def showing(mode: Mode, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
+    """What shows progress for as long as the block lasts. ``mode`` is ``tracking.progress``."""
+    views: dict[str, Callable[[], View]] = {
+        "bar": lambda: BarView(widgets=in_notebook()),
+        "lines": lambda: LinesView(clock),
+    }
+    chosen = choose(mode)
+    progress = Progress(views[chosen]() if chosen in views else None)
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+class Progress:
+    """One thing at a time is shown. For any thread; no method raises."""
+
+    def __init__(self, view: View | None) -> None:
+        self._view = view
+        self._lock = threading.RLock()
+        self._task: Task | None = None
+
+    @contextmanager
+    def rows(self, name: str = "preparing") -> Iterator[Callable[[int], None]]:
+        """What takes the number of rows read so far. Nothing is shown before its first call."""
+        due, read = 0.0, 0
+
+        def count(rows: int) -> None:
+            nonlocal due, read
+            read, now = rows, time.monotonic()
+            if now >= due:
+                due = now + _ROWS_EVERY
+                self.show(Task(name, unit="rows", done=rows))
+
+        try:
+            yield count
+        finally:
+            if read:
+                self.show(Task(name, unit="rows", done=read))
+            self.end(name)
+
+    @contextmanager
+    def copies(self, name: str = "staging") -> Iterator[Callable[[str, int, int], None]]:
+        """What takes a node's name, the bytes it has copied and all that it has to copy."""
+        nodes: dict[str, tuple[int, int]] = {}
+
+        def count(node_name: str, done: int, total: int) -> None:
+            nodes[node_name] = (done, total)
+            done, total = (sum(column) for column in zip(*nodes.values(), strict=True))
+            self.show(Task(name, "bytes", done, total, note=_node_shares(nodes)))
+
+        try:
+            yield count
+        finally:
+            self.end(name)
+
+    @contextmanager
+    def training(self, plan: RunPlan) -> Iterator[Training]:
+        """What takes the events of a run."""
+        training = Training(self, plan)
+        try:
+            yield training
+        finally:
+            self.end("training")
+
+    def show(self, task: Task) -> None:
+        """Show a task as it is now; another one that was shown ends."""
+        with self._lock, node.Capture() as capture:
+            if self._view is None:
+                return
+            if self._task is not None and self._task.name != task.name:
+                self.end(self._task.name)
+            begun, self._task = self._task is not None, task
+            if begun:
+                self._view.update(task)
+            else:
+                self._view.begin(task)
+        if capture.error:
+            self._view = None
+
+    def end(self, name: str) -> None:
+        """The task of this name is over."""
+        with self._lock, node.Capture() as capture:
+            if self._view is not None and self._task is not None and self._task.name == name:
+                task, self._task = self._task, None
+                self._view.end(task)
+        if capture.error:
+            self._view = None
+
+    def close(self) -> None:
+        """Whatever is shown is over."""
+        with self._lock, node.Capture():
+            if self._task is not None:
+                self.end(self._task.name)
+            if self._view is not None:
+                self._view.close()
+            self._view = None
+
+
+def _node_shares(nodes: dict[str, tuple[int, int]]) -> str:
+    """How far each node is; of many the slowest."""
+    shares = {name: done / max(1, total) for name, (done, total) in nodes.items()}
+    if len(shares) <= _NAMES_SHOWN:
+        return ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items()))
+    slowest = min(shares, key=lambda name: shares[name])
+    finished = sum(share >= 1 for share in shares.values())
+    return f"{finished} of {len(shares)} nodes, {slowest} {shares[slowest]:.0%}"
+
+
+class Training:
+    """Turns the events of rank 0 into what is shown. No method raises."""
+
+    def __init__(self, progress: Progress, plan: RunPlan) -> None:
+        self._progress = progress
+        self._total = plan.total_steps
+        self._phase = "starting"
+        resumed = re.search(r"step-(\d+)/?$", plan.resume_from or "")
+        self._step = int(resumed[1]) if resumed else 0
+        self._began: tuple[float, int] | None = None
+        self._now = 0.0
+        self._speed = ""
+        self._show()
+
+    def event(self, event: Event) -> None:
+        """Take an event of the log."""
+        with node.Capture():
+            self._now = event.time
+            if event.kind == "phase":
+                self._phase = str(event.data.get("phase", ""))
+            elif event.kind == "started":
+                self._began = (event.time, event.step)
+            elif event.kind == "step":
+                self._speed = _speed(event.metrics)
+            elif event.kind in ENDS:
+                self._phase = event.kind
+            self._step = max(self._step, event.step)
+            self._show()
+
+    def heard(self, event: Event) -> None:
+        """Take a message of where a rank is: rank 0's steps between those that are reported."""
+        with node.Capture():
+            if event.rank == 0 and event.kind == "step" and event.step > self._step:
+                self._step, self._now = event.step, event.time
+                self._show()
+
+    def tick(self) -> None:
+        """Show it again: time goes on also where nothing happens."""
+        with node.Capture():
+            self._show()
+
+    def _show(self) -> None:
+        left = self._time_left() if self._phase == "training" else ""
+        note = ", ".join(filter(None, (self._speed, left)))
+        task = Task("training", "steps", self._step, self._total, note=note, phase=self._phase)
+        self._progress.show(task)
+
+    def _time_left(self) -> str:
+        """From the time that the steps of this attempt took, evaluations and all."""
+        if self._began is None or self._step <= self._began[1]:
+            return ""
+        per_step = (self._now - self._began[0]) / (self._step - self._began[1])
+        return f"{duration(per_step * (self._total - self._step))} left"
+
+
+def _speed(metrics: dict[str, float]) -> str:
+    parts = []
+    loss, tokens = metrics.get("loss", math.nan), metrics.get("tokens_per_second", 0.0)
+    if not math.isnan(loss):
+        parts.append(f"loss {loss:.4g}")
+    if tokens:
+        parts.append(f"{tokens:,.0f} tokens/s")
+    return ", ".join(parts)

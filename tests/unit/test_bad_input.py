@@ -1,0 +1,133 @@
+"""What a user can get wrong before there is a Spark: the shell's answer, and the exception's.
+
+Faults that need a session to show are in ``tests/spark/test_bad_input.py``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dbx_llmtrain as llm
+from dbx_llmtrain import cli
+from dbx_llmtrain.errors import ConfigError
+
+GOOD = "model: {source: /models/x}\ndata: {train: rows.jsonl}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "told"),
+    [
+        (GOOD + "modle: {}\n", [], ["1 problem", "modle: unknown key: did you mean model"]),
+        (GOOD + "train: {epoch: 1}\n", [], ["train.epoch: unknown key: ", "train.epochs"]),
+        (GOOD, ["train.epoch=1"], ["train.epoch: unknown key: ", "train.epochs"]),
+        (GOOD, ["train.learning_rate"], ["train.learning_rate", "key.path=value"]),
+        (GOOD, ["train.epochs=many"], ["train.epochs: expected", "found 'many'"]),
+        (GOOD + "train: [1]\n", [], ["train: expected a mapping of fields, found list"]),
+        ("model: {source: /models/x}\n", [], ["data.train: missing"]),
+        ("{}\n", [], ["2 problems", "model.source: missing", "data.train: missing"]),
+        ("", [], ["is empty: expected model and data sections"]),
+        ("model: {source: [\n", [], ["is not valid YAML"]),
+        ("- 1\n- 2\n", [], ["expected sections model, data, ", "found list"]),
+        (
+            GOOD + "train: {epochs: 0}\ncluster: {processes: -1}\ncheckpoint: {evry: 2}\n",
+            ["data.max_length=x"],
+            [
+                "4 problems",
+                "train.epochs: expected greater than 0, found 0",
+                "cluster.processes: expected",
+                "checkpoint.evry: unknown key: did you mean checkpoint.every?",
+                "data.max_length: expected",
+            ],
+        ),
+        (
+            "model: {source: x, attention: flash_attention_2, lora: {}}\ndata: {train: y}\n",
+            ["cluster.env.MY_TOKEN=s3cr3t", "data.columns.promt=x"],
+            [
+                "4 problems",
+                "model.lora: ",
+                "model.attention: expected 'auto', 'sdpa' or 'eager', found 'flash_attention_2'",
+                "cluster.env.MY_TOKEN: looks like a secret",
+                "data.columns.promt: unknown name",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_configuration_is_told_by_the_shell(
+    text: str,
+    overrides: list[str],
+    told: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    for command in ("train", "plan"):
+        assert cli.run([command, str(path), *overrides]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.startswith("error: ")
+        for words in told:
+            assert words in output.err
+        assert "Traceback" not in output.err
+        assert "s3cr3t" not in output.err
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "folder", "binary.yaml"])
+def test_a_configuration_that_cannot_be_read(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "binary.yaml").write_bytes(b"model: \xff\xfe")
+    assert cli.run(["train", str(tmp_path / name)]) == 2
+    told = capsys.readouterr().err
+    assert name in told
+    assert ("no file" if name == "missing.yaml" else "cannot be read") in told
+
+
+@pytest.mark.parametrize("call", [llm.train, llm.plan, llm.probe], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("given", [{"model": {"source": "x"}}, "config.yaml", 7])
+def test_something_else_than_a_configuration(call: Any, given: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a TrainConfig, found") as caught:
+        call(given, spark=object())
+    assert cli.exit_code(caught.value) == 2
+
+
+WITHOUT_A_SESSION = """
+import sys
+import dbx_llmtrain as llm
+
+cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "y"})
+for call in (llm.train, llm.plan, llm.probe):
+    try:
+        call(cfg)
+    except llm.ClusterError as error:
+        print(error.findings[0].check, error.findings[0].message)
+"""
+
+
+def test_without_a_spark_session(tmp_path: Path) -> None:
+    """In a process of its own: this one may have a session already."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_SESSION],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert all(
+        "there is no active Spark session: make one first, or pass" in line for line in lines
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spark_connect_session_is_refused() -> None:
+    connect = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
+    cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "y"})
+    with pytest.raises(llm.ClusterError, match="a classic compute with dedicated access") as caught:
+        llm.train(cfg, spark=connect)
+    assert cli.exit_code(caught.value) == 3
