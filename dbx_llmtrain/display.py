@@ -7,8 +7,9 @@ becomes ASCII text or escaped HTML.
 from __future__ import annotations
 
 import html
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dbx_llmtrain.records import Audit, ClusterReport, GpuInfo, NodeReport, RunPlan, TrainResult
@@ -194,7 +195,24 @@ def _result(result: TrainResult) -> Page:
         done += f", restarted {len(result.restarts)} times: {'; '.join(result.restarts)}"
     title = f"Result of {result.run_name}"
     audit = Table((), _audit_rows(result.audit))
-    return Page(title, (done, Table((), metrics), audit, Table((), files)))
+    remarks = _remarks(result.metrics)
+    return Page(title, (done, *remarks, Table((), metrics), audit, Table((), files)))
+
+
+def _remarks(metrics: Mapping[str, float]) -> list[str]:
+    """What a reader of the numbers must not miss."""
+    broken = [
+        name for name in ("train_loss", "eval_loss") if not math.isfinite(metrics.get(name, 0.0))
+    ]
+    if broken:
+        return [f"{' and '.join(broken)} is not finite: do not use the model"]
+    first, last = metrics.get("initial_eval_loss"), metrics.get("eval_loss")
+    if first is not None and last is not None and last > first:
+        return [
+            f"the loss on held-out rows ended above where it began ({number(first)} to "
+            f"{number(last)}): the model became worse; try a lower train.learning_rate, fewer steps"
+        ]
+    return []
 
 
 def _metric(name: str, value: float) -> str:

@@ -88,8 +88,7 @@ def make_plan(
     strategy, why_strategy = _strategy(cfg, layout.processes)
     precision, why_precision = _precision(cfg, cluster, layout)
     batch, problems = _batch(cfg, layout.processes)
-    if problems:
-        raise ConfigError(problems)
+    assert not problems, "choose_layout has refused them"
     check_length(cfg, model)
     schedule = _schedule(cfg, data, batch)
     return RunPlan(
@@ -116,6 +115,7 @@ def make_plan(
         resume_from=resume_from,
         decisions=(
             *layout.decisions,
+            *_code(cfg, model),
             Decision(name="parallel.kind", value=strategy, reason=why_strategy),
             Decision(name="train.precision", value=precision, reason=why_precision),
             *batch.decisions,
@@ -272,6 +272,14 @@ def _auto_micro(cfg: TrainConfig, total: int | None, ranks: int) -> tuple[int, s
     share = fits if total is None else math.ceil(total / ranks)
     reason = f"at most {_AUTO_MICRO_BATCH_TOKENS} tokens at data.max_length {cfg.data.max_length}"
     return (fits, reason) if fits < share else (share, "the whole share of a rank")
+
+
+def _code(cfg: TrainConfig, model: ModelInfo) -> tuple[Decision, ...]:
+    if not cfg.model.trust_remote_code:
+        return ()
+    files = [entry.path for entry in model.artifact.files if entry.path.endswith(".py")]
+    why = f"as configured: runs {', '.join(files)}" if files else "the model has no code of its own"
+    return (Decision(name="model.trust_remote_code", value=bool(files), reason=why),)
 
 
 def check_length(cfg: TrainConfig, model: ModelInfo) -> None:

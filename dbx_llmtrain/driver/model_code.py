@@ -39,7 +39,8 @@ class _Reference:
 
 @dataclass(frozen=True)
 class ModelCode:
-    """The code of a model folder: its ``files``, what is wrong with it, whether it is needed.
+    """The code of a model folder: its ``files``, what is wrong with it, whether it is needed, and
+    whether it has a causal language model at all.
 
     ``files`` are those that the ``auto_map`` names and all that they import relatively.
     """
@@ -47,6 +48,7 @@ class ModelCode:
     files: tuple[Path, ...]
     problems: tuple[Problem, ...]
     needed: bool
+    causal: bool
 
 
 def find_code(folder: Path, name: str) -> ModelCode:
@@ -57,9 +59,9 @@ def find_code(folder: Path, name: str) -> ModelCode:
     model_needs = bool(config.get("auto_map")) and not _known_model(config)
     needed = model_needs or _tokenizer_needs(config, tokenizer, used)
     problems = []
-    if not any(reference.key == _MODEL for reference in used) and (
-        model_needs or any(reference.key == "AutoConfig" for reference in used)
-    ):
+    used_keys = {reference.key for reference in used}
+    causal = _MODEL in used_keys or not (model_needs or "AutoConfig" in used_keys)
+    if not causal:
         keys = ", ".join(sorted({reference.key for reference in references}))
         problems.append(
             f"{name}: the auto_map of its {CONFIG} has no {_MODEL} (found {keys}): expected a "
@@ -72,7 +74,7 @@ def find_code(folder: Path, name: str) -> ModelCode:
     files, faults = _closure(folder, roots)
     problems += [f"{name}: {fault}" for fault in faults]
     faults_as_problems = tuple(Problem("model.source", text) for text in dict.fromkeys(problems))
-    return ModelCode(tuple(files), faults_as_problems, needed)
+    return ModelCode(tuple(files), faults_as_problems, needed, causal)
 
 
 def code_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
@@ -81,7 +83,7 @@ def code_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
     if not code.needed and not trusted:
         return []
     problems = list(code.problems)
-    if code.needed and not trusted:
+    if code.needed and code.causal and not trusted:
         files = ", ".join(path.relative_to(folder).as_posix() for path in code.files)
         problems.append(
             Problem(

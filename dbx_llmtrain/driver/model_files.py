@@ -70,6 +70,11 @@ def small_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(Problem("model.source", f"{name} has no config.json"))
+    problems += [
+        Problem("model.source", f"{name}: {file} is broken: {error}")
+        for file in OTHERS
+        if file.endswith(".json") and (error := _json_fault(folder / file))
+    ]
     problems += code_problems(folder, name, trusted=trusted)
     names = [path.name for path in folder.iterdir() if path.is_file()]
     own = find_code(folder, name).files and any(
@@ -81,6 +86,17 @@ def small_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
             Problem("model.source", f"{name} has no tokenizer: expected one of {expected}")
         )
     return problems
+
+
+def _json_fault(path: Path) -> str:
+    """Why a file, if it is there, holds no JSON object; empty when it does."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        return str(error)
+    return (
+        "" if isinstance(content, dict) else f"expected an object, found {type(content).__name__}"
+    )
 
 
 def _weight_files(folder: Path, name: str) -> tuple[list[Path], list[Problem]]:

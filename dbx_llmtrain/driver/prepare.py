@@ -100,6 +100,8 @@ class _Tally:
     train_ends: int = 0
     end_tokens: set[int] = field(default_factory=set)
     format: Format | None = None
+    keys: set[str] = field(default_factory=set)
+    """Content ids of rows to split by share; two are enough to know that they differ."""
     faults: list[str] = field(default_factory=list)
 
     def fault(self, error: DataError) -> None:
@@ -131,7 +133,7 @@ def _write(
 
     def train_rows() -> Iterator[Example]:
         for row in _encode(data.train, data, encoder, tally):
-            if _position(row.example.key) < share:
+            if _is_held_out(row.example.key, share, tally):
                 held_out.append(row.example)
             else:
                 yield tally.train_row(row)
@@ -189,6 +191,12 @@ def _watched(rows: Iterator[Located], tally: _Tally) -> Iterator[Located]:
         tally.progress(tally.read)
 
 
+def _is_held_out(key: str, share: float, tally: _Tally) -> bool:
+    if share and len(tally.keys) < 2:
+        tally.keys.add(key)
+    return _position(key) < share
+
+
 def _position(key: str) -> float:
     """Where a row's content id lies in [0, 1): the same for the same content, evenly spread."""
     return int(key[:13], 16) / 16**13
@@ -196,8 +204,9 @@ def _position(key: str) -> float:
 
 def _nothing_left(what: str, tally: _Tally) -> DataError:
     reasons = ", ".join(f"{count}: {reason}" for reason, count in tally.dropped.most_common())
+    same = "; all rows are equal, and equal rows are never parted" if len(tally.keys) == 1 else ""
     return DataError(
-        f"of {tally.read} rows none is left {what} (rows dropped: {reasons or 'none'})"
+        f"of {tally.read} rows none is left {what} (rows dropped: {reasons or 'none'}{same})"
     )
 
 

@@ -7,6 +7,7 @@ what goes wrong ends the showing and nothing else.
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import threading
@@ -27,10 +28,13 @@ _ROWS_EVERY = 0.2
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Whether this process is the kernel of a notebook, Jupyter's or one of Databricks."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    if shell is None or type(shell).__name__ == "TerminalInteractiveShell":
+        return False
+    # Databricks has shells of its own, not all of them with a kernel.
+    return getattr(shell, "kernel", None) is not None or "DATABRICKS_RUNTIME_VERSION" in os.environ
 
 
 def is_interactive() -> bool:

@@ -181,7 +181,7 @@ class BarView:
         with node.Capture():
             from tqdm import notebook
 
-            if notebook.IProgress is not None:
+            if getattr(notebook, "IProgress", None) is not None:
                 kind = type("_Widget", (notebook.tqdm_notebook,), {"monitor_interval": 0})
                 return cast("tqdm[Any]", kind(**_look(task)))
         return None
@@ -222,11 +222,13 @@ def _text_bar(stream: TextIO, look: dict[str, Any]) -> tqdm[Any]:
 
     width: dict[str, Any] = {"dynamic_ncols": True}
     with node.Capture():
-        if os.get_terminal_size(stream.fileno()).columns == 0:  # of a terminal that nobody has set
-            width = {"ncols": 80}
-    # Without tqdm's own thread, which would outlive the bar.
+        columns, lines = os.get_terminal_size(stream.fileno())
+        if not columns or not lines:  # a terminal whose size nobody has set: no bar would fit
+            width = {"ncols": columns or 80, "nrows": 20}
+    # Without tqdm's own thread, which would outlive the bar, and in the line where the cursor is: a
+    # bar that some library has left open would else be given a line of its own.
     kind = type("_Bar", (tqdm,), {"monitor_interval": 0})
-    return cast("tqdm[Any]", kind(**look, **width, file=stream))
+    return cast("tqdm[Any]", kind(**look, **width, file=stream, position=0))
 
 
 @contextmanager
@@ -253,6 +255,7 @@ class _Above:
     def __init__(self, stream: Any, bar: tqdm[Any]) -> None:
         self._stream = stream
         self._bar = bar
+        self._lock = cast(Any, bar).get_lock()
         self._rest = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -260,7 +263,7 @@ class _Above:
 
     def write(self, text: str) -> int:
         """Print what is whole."""
-        with self._bar.get_lock():
+        with self._lock:
             whole, newline, self._rest = (self._rest + text).rpartition("\n")
             if newline:
                 self._print(whole + newline)
@@ -273,7 +276,7 @@ class _Above:
 
     def finish(self) -> None:
         """Print what is not whole."""
-        with self._bar.get_lock():
+        with self._lock:
             rest, self._rest = self._rest, ""
             if rest:
                 self._print(rest + "\n")

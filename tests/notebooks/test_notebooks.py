@@ -74,6 +74,13 @@ def shown(notebook: NotebookNode, cell_id: str) -> str:
     return "".join(parts)
 
 
+def bars(notebook: NotebookNode) -> str:
+    """What the notebook's progress bars say in the end."""
+    state = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
+    values = [str(widget["state"].get("value", "")) for widget in state.values()]
+    return "\n".join(values).replace("\u2007", " ")
+
+
 def last_output(notebook: NotebookNode) -> Any:
     return json.loads(notebook.cells[-1].outputs[0].text)
 
@@ -175,6 +182,7 @@ def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "2 tasks at once" in shown(notebook, "probe")
     assert "Plan of run-" in shown(notebook, "plan")
     assert re.search(r"loss\s+\d+\.\d+", shown(notebook, "train"))
+    assert re.search(r"3/3 \[.*loss \d+\.\d+", bars(notebook))
     line = shown(notebook, "result").splitlines()[0]
     assert re.fullmatch(r"held-out loss \d\.\d+ before, \d\.\d+ after", line)
     assert shown(notebook, "answer")

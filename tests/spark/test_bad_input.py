@@ -255,3 +255,11 @@ def test_findings_of_the_cluster_are_told_together(spark: Any, good: Path, tmp_p
     with pytest.raises(ClusterError) as caught:
         llm.plan(cfg, spark=spark)
     assert {finding.check for finding in caught.value.findings} >= {"task slots", "GPUs"}
+
+
+def test_a_master_is_refused_where_a_session_is_there(
+    spark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for option in (["--master", "local[2]"], ["--conf", "spark.app.name=x"]):
+        assert cli.run(["probe", *option]) == 3
+        assert "a Spark session is there already: leave --master" in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +17,7 @@ from dbx_llmtrain.driver import cluster, staging
 from dbx_llmtrain.errors import StagingError
 from dbx_llmtrain.worker import node
 from tests.spark import spark_env
-from tests.spark.helpers import artifact
+from tests.spark.helpers import artifact, wait_until
 
 
 def test_a_function_runs_once_on_a_node(spark: Any, tmp_path: Path) -> None:
@@ -65,6 +67,24 @@ def test_a_host_that_does_not_answer_is_named(spark: Any) -> None:
     assert "no answer within 6 s" in found["127.0.0.1"].error
     # What was cancelled does not stand in the way of the next job.
     assert cluster.run_on_nodes(spark, "node_program:where")[node.node_id()].status == "ok"
+
+
+def test_nothing_runs_on_when_the_cell_is_interrupted(spark: Any) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    # Not SIGINT: pyspark itself cancels every job on it.
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    alarm = threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGUSR1))
+    alarm.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.run_on_nodes(spark, "node_program:sleep", (60,), timeout_s=60)
+    finally:
+        alarm.cancel()
+        signal.signal(signal.SIGUSR1, before)
+    tracker = spark.sparkContext.statusTracker()
+    wait_until(lambda: not tracker.getActiveJobsIds(), timeout_s=20)
 
 
 def test_probe(spark: Any, fake_gpus: Callable[[str], None], tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 import dbx_llmtrain as llm
 from dbx_llmtrain.channel import Server
 from dbx_llmtrain.driver import monitor
+from dbx_llmtrain.driver.monitor import LiveState, RankState
 from tests import tiny
+from tests.event_files import scalars
 from tests.spark.helpers import processes_with
 
 FAULTS = Path(__file__).parent / "programs" / "faults"
@@ -73,15 +77,23 @@ def mlflow_run(result_dir: Path, run_id: str | None = None) -> Any:
 
 
 def test_train_on_two_executors(
-    spark: Any, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    spark: Any,
+    inputs: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cfg = config(inputs, tmp_path, checkpoint={"every": 2})
+    ranks: dict[int, RankState] = {}
+    keep_last_states(monkeypatch, ranks)
+    cfg = config(inputs, tmp_path, checkpoint={"every": 2}, tracking={"tensorboard": True})
     before = set(threading.enumerate())
     result = llm.train(cfg, spark=spark)
 
     ours = [one.name for one in set(threading.enumerate()) - before if "dbx" in one.name]
     assert not ours, "no thread of ours is left"
     check_output(*capfd.readouterr(), folder=Path(result.run_dir))
+    states = {rank: (state.step, state.phase) for rank, state in ranks.items()}
+    assert states == {0: (4, "finished"), 1: (4, "finished")}, "rank 1 speaks by the channel alone"
     assert result.steps == 4
     assert result.restarts == ()
     needed = {
@@ -106,6 +118,20 @@ def test_train_on_two_executors(
     assert (plan["strategy"], plan["world_size"], plan["local_mode"]) == ("fsdp", 2, False)
     check_export(result)
     check_tracking(folder, result)
+    check_tensorboard(folder)
+
+
+def keep_last_states(patch: pytest.MonkeyPatch, ranks: dict[int, RankState]) -> None:
+    """Fill ``ranks`` with what the driver knew of each rank at the end."""
+    follow = monitor.follow
+
+    @contextmanager
+    def keep(*args: Any, **options: Any) -> Iterator[LiveState]:
+        with follow(*args, **options) as live:
+            yield live
+        ranks.update(live.ranks())
+
+    patch.setattr(monitor, "follow", keep)
 
 
 def check_output(printed: str, shown: str, folder: Path) -> None:
@@ -123,12 +149,26 @@ def check_output(printed: str, shown: str, folder: Path) -> None:
     assert not re.search(r"step \d/4", printed + shown)
     assert "[rank 0] step 4: held-out loss" in printed + shown
     assert printed.count("Result of first") == 1
+    assert printed.count(f"%tensorboard --logdir {folder}/tensorboard\n") == 1
     log = (folder / "logs" / "rank-00000.log").read_text()
     assert [line[:8] for line in log.splitlines() if "tokens/s" in line] == [
         f"step {step}/4" for step in (1, 2, 3, 4)
     ]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert not [path for path in files if b"EVENTS_SECRET" in path.read_bytes()]
+
+
+def check_tensorboard(folder: Path) -> None:
+    """Every number of the events, at its step and time."""
+    found = {
+        (tag.partition("/")[2], step, time)
+        for tag, points in scalars(folder / "tensorboard").items()
+        for step, _, time in points
+    }
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    sent = {(name, item["step"], item["time"]) for item in events for name in item["metrics"]}
+    assert found == sent
+    assert {step for name, step, _ in found if name == "loss"} == {1, 2, 3, 4}
 
 
 def check_export(result: llm.TrainResult) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,53 @@ def test_a_spark_connect_session_is_refused() -> None:
     with pytest.raises(llm.ClusterError, match="a classic compute with dedicated access") as caught:
         llm.train(cfg, spark=connect)
     assert cli.exit_code(caught.value) == 3
+
+
+def test_without_pyspark_the_functions_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)
+    cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "y"})
+    with pytest.raises(
+        llm.ClusterError, match=r"pyspark cannot be imported .*dbx_llmtrain\[spark\]"
+    ):
+        llm.plan(cfg)
+
+
+class WithoutExecutors:
+    """A Spark context whose executors never register."""
+
+    master = "spark://host:7077"
+    applicationId = "without-executors"
+
+    def getConf(self) -> Any:
+        return self
+
+    def get(self, name: str, default: str | None = None) -> str | None:
+        return {"spark.driver.host": "driver"}.get(name, default)
+
+    def getAll(self) -> list[tuple[str, str]]:
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever of the JVM is asked: the driver alone is there, and no task can run."""
+        answers = {"getExecutorInfos": [self], "host": "driver", "maxNumConcurrentTasks": 0}
+        return lambda *_: answers.get(name, self)
+
+    _jsc = property(lambda self: self)
+
+
+def test_a_cluster_whose_executors_never_come() -> None:
+    from dbx_llmtrain.driver import cluster
+
+    with pytest.raises(llm.ClusterError, match="no executor of spark://host:7077 has registered"):
+        cluster._wait_for_executors(WithoutExecutors(), time.monotonic() + 0.3)  # type: ignore[arg-type]
+
+
+def test_the_default_tracking_store_needs_more_than_mlflow_skinny(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dbx_llmtrain import tracking_store
+
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install mlflow, or set MLFLOW_TRACKING_URI"):
+        tracking_store.store_uri(tmp_path / "runs", has_parent=False)
+    assert not (tmp_path / "runs").exists()

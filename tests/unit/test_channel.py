@@ -269,8 +269,8 @@ def test_nothing_is_left() -> None:
         client.close(0.5)
     for stranger in strangers:
         stranger.close()
-    until(lambda: threading.active_count() == before)
-    assert len(os.listdir("/proc/self/fd")) == files
+    until(lambda: threading.active_count() <= before)
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def test_the_key_is_named_as_a_secret_and_shown_nowhere(server: Server) -> None:

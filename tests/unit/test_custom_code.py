@@ -183,6 +183,14 @@ def test_code_that_cannot_be_used_is_refused(
     assert message in found
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_without_a_causal_model_is_refused_either_way(tmp_path: Path, trusted: bool) -> None:
+    folder = tiny.custom_folder(tmp_path / "model")
+    no_model(folder)
+    (found,) = problems(folder, trusted=trusted)
+    assert "config.json has no AutoModelForCausalLM (found AutoConfig, AutoModel)" in found
+
+
 def test_an_architecture_without_code_is_refused_with_the_flag_too(tmp_path: Path) -> None:
     folder = tiny.custom_folder(tmp_path / "model")
     edit(folder, auto_map={})
@@ -326,6 +334,19 @@ def test_a_tokenizer_with_code_of_its_own(tmp_path: Path) -> None:
         model = load_model(folder, attention="auto", trusted=True)
         target = export(folder, tmp_path / "export", model, trusted=True)
         assert load_tokenizer(target, trusted=True).greeting == "hello"
+
+
+def test_other_ways_to_name_the_code_of_a_tokenizer(tmp_path: Path) -> None:
+    folder = own_tokenizer(tmp_path / "model")
+    entry = "tokenization_tiny.TinyTokenizerFast"
+    # The older form.
+    edit(folder, "tokenizer_config.json", auto_map=[None, entry])
+    assert "model.trust_remote_code: " in problems(folder, trusted=False)[0]
+    # No class is named: it is the one that transformers has for the model, if it has one.
+    edit(folder, "tokenizer_config.json", tokenizer_class=None)
+    edit(folder, model_type="gpt2")
+    info = resolve(folder, tmp_path / "cache", trusted=False)
+    assert not [e.path for e in info.artifact.files if e.path.endswith(".py")]
 
 
 def test_rows_are_tokenised_by_a_tokenizer_with_code(tmp_path: Path) -> None:

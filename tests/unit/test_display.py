@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from dbx_llmtrain import display
@@ -64,6 +66,24 @@ def test_a_result_shows_losses_first_and_where_the_files_are() -> None:
     assert "3 steps done" in text
     assert "<table>" in result._repr_html_()
     assert "MLflow run" not in str(sample.result(run_id=None))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "remark"),
+    [
+        ({"initial_eval_loss": 2.0, "eval_loss": 1.5, "train_loss": 9.0}, ""),
+        ({"train_loss": 2.0}, ""),
+        ({"initial_eval_loss": 2.0, "eval_loss": 2.5, "train_loss": 1.0},
+         "ended above where it began (2 to 2.5): the model became worse"),
+        ({"initial_eval_loss": 2.0, "eval_loss": math.nan, "train_loss": 1.0},
+         "eval_loss is not finite: do not use the model"),
+        ({"train_loss": math.inf}, "train_loss is not finite: do not use the model"),
+    ],
+)  # fmt: skip
+def test_a_run_that_made_the_model_worse_says_so(metrics: dict[str, float], remark: str) -> None:
+    text = " ".join(str(sample.result(metrics=metrics)).split())
+    assert remark in text
+    assert bool(remark) == ("worse" in text or "do not use" in text)
 
 
 def test_text_is_ascii_and_wrapped() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.export import Collected, gather, source_dtype, write_export
 from dbx_llmtrain.worker.generation import check_generation_config
@@ -104,6 +106,34 @@ def test_c94_a_lacking_weight_is_refused(tmp_path: Path) -> None:
     del collected.weights["model.norm.weight"]
     with pytest.raises(CheckpointError, match=r"missing: model\.norm\.weight"):
         _export(source, tmp_path / "export", collected)
+
+
+def test_c94_other_weights_than_those_trained_are_refused(tmp_path: Path) -> None:
+    """A buffer that the architecture makes anew when it is loaded."""
+    source = tiny.custom_folder(tmp_path / "source")
+    path = source / "modeling_tiny.py"
+    anew = (
+        "        self.lm_head.register_buffer('offset', torch.rand(1))\n        self.post_init()\n"
+    )
+    head, _, tail = path.read_text().rpartition("        self.post_init()\n")
+    loaded = "    def eval(self):\n        self.lm_head.offset.uniform_()\n"
+    loaded += "        return super().eval()\n"
+    path.write_text(head + anew + tail + loaded)
+    weights = load_file(source / "model.safetensors") | {"lm_head.offset": torch.rand(1)}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    with private_modules(tmp_path, wanted=True):
+        model = load_model(source, attention="auto", trusted=True)
+        with pytest.raises(CheckpointError, match="not hold the trained weights: lm_head"):
+            write_export(
+                tmp_path / "export",
+                collected=_collect(source, model),
+                source=source,
+                generation=check_generation_config(source),
+                scratch=tmp_path / "scratch",
+                trusted=True,
+            )
+    assert not (tmp_path / "export").exists()
+    assert not any((tmp_path / "scratch").iterdir())
 
 
 def test_c95_tied_weights_are_written_once(tmp_path: Path) -> None:

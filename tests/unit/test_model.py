@@ -121,3 +121,15 @@ def test_c80_a_model_that_runs_with_another_one_is_refused(tmp_path: Path) -> No
         assert load_model(folder, attention="eager", trusted=True) is not None
         with pytest.raises(CheckpointError, match="runs with eager attention, the plan says sdpa"):
             load_model(folder, attention="sdpa", trusted=True)
+
+
+def test_a_model_that_is_not_in_fp32_after_all_is_refused(tmp_path: Path) -> None:
+    folder = tiny.custom_folder(tmp_path / "model")
+    path = folder / "modeling_tiny.py"
+    change = "    def eval(self):\n        self.lm_head.to(torch.bfloat16)\n"
+    path.write_text(path.read_text() + change + "        return super().eval()\n")
+    with (
+        private_modules(tmp_path, wanted=True),
+        pytest.raises(CheckpointError, match=r"lm_head\.weight was loaded as torch\.bfloat16, not"),
+    ):
+        load_model(folder, attention="auto", trusted=True)

@@ -246,5 +246,5 @@ def test_nothing_is_left(plan: RunPlan) -> None:
         monitor.follow(plan, server=server),
     ):
         raise ValueError
-    assert threading.active_count() == before
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert threading.active_count() <= before
+    assert len(os.listdir("/proc/self/fd")) <= files

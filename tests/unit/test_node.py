@@ -180,7 +180,7 @@ def test_the_driver_hears_of_copies_and_only_of_them(
                 node.stage_all([broken], str(tmp_path / "local"), events)
     finally:
         server.close()
-    assert threading.active_count() == threads - 1
+    assert threading.active_count() < threads
 
 
 def test_a_driver_that_is_gone_does_not_hold_up_copies(source: Path, tmp_path: Path) -> None:
@@ -236,6 +236,14 @@ def test_stage_names_a_source_that_the_node_does_not_see(source: Path, tmp_path:
     known = artifact(source)
     shutil.rmtree(source)
     assert "storage that every node sees" in fault(known, tmp_path / "local")
+
+
+def test_stage_says_when_it_has_no_place(source: Path, tmp_path: Path) -> None:
+    root = tmp_path / "local"
+    root.mkdir()
+    (root / "models").write_text("a file in the way")
+    with pytest.raises(StagingError, match=r"cannot be made \(.*set cluster\.local_dir"):
+        node.stage(artifact(source), str(root))
 
 
 def test_stage_checks_the_free_space_first(source: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dbx_llmtrain.records import (
     Artifact,
     Audit,
     ClusterReport,
+    FileEntry,
     GpuInfo,
     ModelInfo,
     NodeReport,
@@ -69,20 +70,24 @@ def config(**sections: Any) -> TrainConfig:
 
 
 def plan(
-    cfg: TrainConfig, where: ClusterReport, examples: int = 100, positions: int | None = 4096
+    cfg: TrainConfig,
+    where: ClusterReport,
+    examples: int = 100,
+    positions: int | None = 4096,
+    files: tuple[FileEntry, ...] = (),
 ) -> RunPlan:
-    files = {"source": "/s", "fingerprint": "f", "files": ()}
+    folder = {"source": "/s", "fingerprint": "f"}
     audit = Audit(
         read_rows=examples, train_rows=examples, eval_rows=0, tokens=1000, trained_tokens=400,
         packs=examples, packing_efficiency=1.0,
     )  # fmt: skip
     data = PreparedData(
-        artifact=Artifact(kind="data", **files), audit=audit, format="text",
+        artifact=Artifact(kind="data", files=(), **folder), audit=audit, format="text",
         train_examples=examples, eval_examples=0, eval_rows=0, sources={"train": "a.jsonl"},
     )  # fmt: skip
     model = ModelInfo(
-        artifact=Artifact(kind="models", **files), source="m", model_type="llama", vocab_size=97,
-        max_positions=positions,
+        artifact=Artifact(kind="models", files=files, **folder), source="m", model_type="llama",
+        vocab_size=97, max_positions=positions,
     )  # fmt: skip
     return planning.make_plan(
         cfg, where, planning.choose_layout(cfg, where), model, data,
@@ -177,6 +182,20 @@ def test_c81_rows_longer_than_the_models_positions_are_refused(
     )
 
 
+def test_a_plan_names_the_code_that_it_runs() -> None:
+    def told(trusted: bool, *names: str) -> list[tuple[Any, str]]:
+        cfg = config(model={"trust_remote_code": trusted})
+        files = tuple(FileEntry(path=name, size=1, sha256="0") for name in names)
+        found = plan(cfg, cluster(), files=files).decisions
+        return [(d.value, d.reason) for d in found if d.name == "model.trust_remote_code"]
+
+    assert told(False, "config.json") == []
+    assert told(True, "config.json") == [(False, "the model has no code of its own")]
+    assert told(True, "a.py", "config.json", "b/c.py") == [
+        (True, "as configured: runs a.py, b/c.py")
+    ]
+
+
 @pytest.mark.parametrize(
     ("train", "examples", "per_epoch", "total"),
     [
@@ -197,7 +216,10 @@ def test_steps_count_the_short_last_one(
 def test_c62_warmup_share_rounds_up(warmup: float, steps: int) -> None:
     chosen = plan(config(train={"warmup": warmup, "max_steps": 7}), cluster(nodes=2), examples=1000)
     assert chosen.warmup_steps == steps
-    assert steps >= math.ceil(min(warmup, 1) * 7) or warmup > 1
+    assert steps == (math.ceil(warmup * 7) if warmup < 1 else warmup)
+    assert steps <= chosen.total_steps == 7
+    reason = next(d.reason for d in chosen.decisions if d.name == "warmup_steps")
+    assert reason == (f"ceil({warmup:g} x 7 steps)" if warmup < 1 else "as configured")
 
 
 def test_warmup_longer_than_the_run_says_how_high_the_rate_gets() -> None:

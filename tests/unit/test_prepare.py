@@ -190,9 +190,36 @@ def test_nothing_left_to_train_on(tmp_path: Path, plain: ModelInfo) -> None:
     assert not (tmp_path / "cache" / "data").exists()
 
 
+def test_rows_that_are_refused_leave_nothing_on_the_drivers_disk(
+    tmp_path: Path, plain: ModelInfo
+) -> None:
+    train = write(tmp_path / "train.jsonl", [*prompts(3), {"prompt": 1, "completion": "x"}])
+    cfg = TrainConfig(model={"source": plain.source}, data={"train": str(train)})
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with pytest.raises(DataError, match="1 row cannot be used"):
+        prepare_data(cfg, plain, tmp_path / "cache", progress=lambda rows: None, work_dir=disk)
+    assert not list(disk.iterdir())
+    assert not (tmp_path / "cache" / "data").exists()
+
+
 def test_nothing_left_to_evaluate_on(tmp_path: Path, plain: ModelInfo) -> None:
     with pytest.raises(DataError, match=r"of 3 rows none is left to evaluate on: give data\.eval"):
         prepare(tmp_path, plain, prompts(3), eval=1e-9)
+
+
+@pytest.mark.parametrize(("share", "what"), [(1e-9, "to evaluate on"), (1 - 1e-9, "to train on")])
+def test_equal_rows_cannot_be_parted(
+    tmp_path: Path, plain: ModelInfo, share: float, what: str
+) -> None:
+    with pytest.raises(DataError, match=f"none is left {what}") as caught:
+        prepare(tmp_path, plain, prompts(1) * 5, eval=share)
+    assert "(rows dropped: none; all rows are equal, and equal rows are never parted)" in str(
+        caught.value
+    )
+    with pytest.raises(DataError, match=f"none is left {what}") as caught:
+        prepare(tmp_path, plain, prompts(5), eval=share)
+    assert "equal" not in str(caught.value)
 
 
 def test_bad_rows_are_reported_together(tmp_path: Path, plain: ModelInfo) -> None:

@@ -48,7 +48,7 @@ def test_volumes_are_reached_through_their_mount() -> None:
     assert folder.path == Path("/Volumes/a/b/c/mine")
 
 
-def test_the_newest_complete_checkpoint_is_resumed_from(tmp_path: Path) -> None:
+def test_c113_a_retry_goes_on_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = run_folder.name_folder(config(), str(tmp_path), now=NOW)
     assert run_folder.resume_point(config(), folder) is None
     checkpoint(folder.path, 2)

@@ -292,6 +292,18 @@ def edit(**changes: Any) -> Any:
         (remove("model.safetensors"), "has no model.safetensors (nor model.safetensors.index"),
         (only_bin, "has no model.safetensors, only pytorch_model.bin, an older format: convert"),
         (remove("tokenizer.json"), "has no tokenizer: expected one of tokenizer.json, "),
+        (
+            lambda folder: (folder / "generation_config.json").write_text("{"),
+            "generation_config.json is broken: Expecting property name",
+        ),
+        (
+            lambda folder: (folder / "tokenizer_config.json").write_text("[1]"),
+            "tokenizer_config.json is broken: expected an object, found list",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_bytes(b"\xff"),
+            "config.json is broken: 'utf-8' codec can't decode",
+        ),
         (edit(model_type="unheard_of"), "transformers cannot read its config.json"),
         (edit(model_type="t5"), "is of type t5: expected a causal language model"),
         (edit(quantization_config={"quant_method": "gptq", "bits": 4}), "has quantised weights"),
@@ -351,7 +363,7 @@ def test_a_folder_has_no_revisions(model: Path, tmp_path: Path) -> None:
 # GGUF ----------------------------------------------------------------------------------------
 
 
-def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
+def write_gguf(path: Path, model: Any, tokenizer: Any, *, without: str = "-") -> None:
     """A GGUF file of a tiny Llama with a byte-level BPE, as llama.cpp's converter writes it."""
     gguf = pytest.importorskip("gguf")
     config = model.config
@@ -379,7 +391,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
-        if config.tie_word_embeddings and name == "lm_head.weight":
+        if without in name or (config.tie_word_embeddings and name == "lm_head.weight"):
             continue
         base, kind = name.rsplit(".", 1)
         for projection, count in heads.items():
@@ -426,6 +438,19 @@ def test_a_gguf_file_becomes_a_folder_once(tmp_path: Path, tied: bool) -> None:
     made_at = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(tmp_path / "tiny.gguf", tmp_path / "cache") == info
     assert (folder / "model.safetensors").stat().st_mtime_ns == made_at
+
+
+def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer(add_bos=False)
+    model = tiny.llama(vocab_size=len(tokenizer))
+    write_gguf(tmp_path / "x.gguf", model, tokenizer, without="layers.1.mlp.up_proj")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    config = ModelConfig(source=str(tmp_path / "x.gguf"))
+    with pytest.raises(ConfigError, match=r"tensors missing: \['model\.layers\.1\.mlp\.up_proj"):
+        resolve_model(config, tmp_path / "cache", work_dir=disk)
+    assert not list((tmp_path / "cache" / "models").glob("*/manifest.json"))
+    assert not list(disk.iterdir())
 
 
 def test_a_broken_gguf_file_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dbx_llmtrain.events import Event
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.tracking_tensorboard import GROUPS, check, event_files
 from tests import sample
+from tests.event_files import scalars
 
 ROOT = Path(__file__).parents[2]
 ON = sample.config(tracking={"tensorboard": True})
@@ -35,18 +36,6 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     return folder
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Every series that TensorBoard reads in a folder: steps, values, wall times."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    reader.Reload()
-    return {
-        tag: [(item.step, item.value, item.wall_time) for item in reader.Scalars(tag)]
-        for tag in reader.Tags()["scalars"]
-    }
 
 
 def step(number: int, **metrics: float) -> Event:
