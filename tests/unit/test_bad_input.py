@@ -173,12 +173,16 @@ def test_a_cluster_whose_executors_never_come() -> None:
         cluster._wait_for_executors(WithoutExecutors(), time.monotonic() + 0.3)  # type: ignore[arg-type]
 
 
-def test_the_default_tracking_store_needs_more_than_mlflow_skinny(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dbx_llmtrain import tracking_store
-
-    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install mlflow, or set MLFLOW_TRACKING_URI"):
-        tracking_store.store_uri(tmp_path / "runs", has_parent=False)
+def test_the_default_tracking_store_needs_more_than_mlflow_skinny(tmp_path: Path) -> None:
+    # In a process of its own: an mlflow that was imported without sqlalchemy stays without it.
+    code = (
+        "import sys; from pathlib import Path; sys.modules['sqlalchemy'] = None\n"
+        "from dbx_llmtrain import tracking_store\n"
+        "tracking_store.store_uri(Path(sys.argv[1]), has_parent=False)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "runs")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "ModuleNotFoundError: " in ended.stderr
+    assert "pip install mlflow, or set MLFLOW_TRACKING_URI" in ended.stderr
     assert not (tmp_path / "runs").exists()
