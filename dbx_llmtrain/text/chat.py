@@ -1,287 +1,392 @@
-"""Rows to token ids, with a mark on every token that is trained.
+"""Conversations to token ids, with a mark on every token that is trained.
 
-Marks are set by position, never by token id. A row is tokenised exactly as it is at inference: a
-prompt by itself (so that no merge crosses into the answer), a chat by the tokenizer's own template.
-Which tokens of a chat are an answer is found by rendering the conversation up to it (with the
-generation prompt) and up to its end; both must be prefixes, token by token, of the whole.
+Marks are set by position, never by token id. Which tokens of a conversation are an answer is found
+by rendering it up to the answer (with the generation prompt) and up to the answer's end: both must
+be prefixes of the whole, the first one token by token, so that the model is trained on exactly the
+ids that it sees at inference. Where a template rewrites earlier turns, every answer becomes an
+example of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dbx_llmtrain.errors import ConfigError, DataError, Problem
-from dbx_llmtrain.text.formats import (
-    Chat,
-    Dropped,
-    Format,
-    Message,
-    PromptCompletion,
-    Row,
-    Text,
-    content_key,
-)
-from dbx_llmtrain.text.prepared import Example
+from dbx_llmtrain.text.coding import Asking, Coding, Tokens, run_all
+from dbx_llmtrain.text.lexer import RESERVED, Lexer, OtherNames, Place
+from dbx_llmtrain.text.templates import CannotRender, Rendered, Template, split_marks
+from dbx_llmtrain.text.turns import Chat, Message, keys, strings
+from dbx_llmtrain.text.values import shortened
 
-TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
-Overflow = Literal["truncate", "drop", "error"]
+_BREAK = "\ufdd2"
+_LONGEST_TAIL = 200
 
-TOO_LONG = "longer than data.max_length"
-ANSWER_CUT = "answer cut away by data.max_length"
-_NO_TEMPLATE = (
-    "the tokenizer has no chat template, which conversations need (use an instruction-tuned model, "
-    "put a chat_template.jinja beside its tokenizer, or give prompts with completions as strings)"
-)
+
+class TemplateFault(DataError):
+    """A row that the chat template is to blame for, as it would be with any other row."""
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """A tokenised row. ``end_tokens`` are the trained tokens that end an answer or a text, in
-    order: the ids at which generation has to stop."""
+class _View:
+    """How the conversations of one row are rendered, and the lexer that knows their control tokens.
 
-    example: Example
-    truncated: bool
-    end_tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Ids of a whole row, a mark for each, and the positions of the tokens that end an answer."""
-
-    ids: list[int]
-    trained: list[bool]
-    ends: tuple[int, ...]
-
-
-class Encoder:
-    """Encodes rows with one tokenizer and one set of rules.
-
-    ``train_on`` unset means answers for rows that have them, all tokens for plain text. Raises
-    ``ConfigError`` for a tokenizer that cannot end a row.
+    ``change`` breaks the control tokens that the row's own texts spell, before the template sees
+    them; ``back`` repairs the rendered text, in which the template's have other names then.
     """
+
+    template: Template
+    lexer: Lexer
+    chat: Chat
+    tagged: bool
+    change: Callable[[str], str] | None = None
+    back: Callable[[str], str] | None = None
+    _known: dict[tuple[int, bool], str] = field(default_factory=dict)
+
+    def raw(self, count: int, *, generation_prompt: bool = False) -> str:
+        """The first ``count`` messages as the template writes them."""
+        key = (count, generation_prompt)
+        if key not in self._known:
+            self._known[key] = self.template.render(
+                self.chat.messages[:count],
+                self.chat.tools,
+                generation_prompt=generation_prompt,
+                change=self.change,
+            )
+        return self._known[key]
+
+    def render(self, count: int, *, generation_prompt: bool = False) -> Rendered:
+        """The first ``count`` messages as text."""
+        raw = self.raw(count, generation_prompt=generation_prompt)
+        return split_marks(self.back(raw) if self.back else raw, tagged=self.tagged)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A trained turn: where it begins and ends in the text of the whole conversation."""
+
+    turn: int
+    begin: int
+    end: int
+    tagged: tuple[Place, ...] | None
+
+
+class ChatCoder:
+    """Encodes conversations with one template. ``train_on`` is a value of ``data.train_on``."""
 
     def __init__(
         self,
         tokenizer: Any,
-        *,
-        train_on: TrainOn | None = None,
-        max_length: int,
-        overflow: Overflow = "truncate",
+        template: Template,
+        lexer: Lexer,
+        others: OtherNames,
+        train_on: str | None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._template = template
+        self._lexer = lexer
+        self._others = others
         self._train_on = train_on
-        self._max_length = max_length
-        self._overflow = overflow
-        if tokenizer.eos_token_id is None:
-            raise ConfigError(
-                [
-                    Problem(
-                        "model.source",
-                        "expected a tokenizer with an end-of-sequence token, found none, so that "
-                        "nothing would teach the model to stop: set eos_token in its "
-                        "tokenizer_config.json",
-                    )
-                ]
-            )
-        self._eos: int = tokenizer.eos_token_id
-        self._has_template = bool(getattr(tokenizer, "chat_template", None))
-        self._start = _start_ids(tokenizer)
-        self._control = _control_ids(tokenizer)
 
-    def check_format(self, fmt: Format) -> None:
-        """Raise ``ConfigError`` where no row of this format can be encoded."""
-        if fmt == "messages" and not self._has_template:
-            raise ConfigError([Problem("model.source", f"{_NO_TEMPLATE}: data.format is messages")])
-        if fmt == "text" and self._train_on not in (None, "all"):
-            raise ConfigError([Problem("data.train_on", _no_answers(self._train_on))])
+    def chat(self, chat: Chat) -> Coding:
+        """One example, or one for every trained answer where they cannot share a context."""
+        view = self._view(chat)
+        turns = self._trained_turns(chat)
+        whole = yield from self._together(view, len(chat.messages), turns)
+        if whole is not None:
+            return [whole]
+        examples = []
+        for turn in turns:
+            part = self._view(replace(chat, messages=chat.messages[: turn + 1]))
+            one = yield from self._together(part, turn + 1, [turn])
+            if one is None:
+                if _begins(chat, turn):
+                    raise DataError(_no_question(turn))
+                raise DataError(
+                    f"message {turn}: with this chat template the conversation up to it, with the "
+                    "generation prompt, is not a prefix of the conversation up to its end, so that "
+                    "the model would be trained on a context that it never sees. Give a template "
+                    "for training with data.chat_template"
+                )
+            examples.append(one)
+        return examples
 
-    def encode(self, row: Row, where: str) -> Encoded | Dropped:
-        """Token ids and marks of a row, at most ``max_length`` of them.
+    def check_template(self) -> None:
+        """Raise ``ConfigError`` for a template with which no answer can be trained."""
+        result = self._probe("user", "assistant")
+        if isinstance(result, CannotRender) and result.of_template:
+            result = self._probe("system", "user", "assistant")
+        if isinstance(result, CannotRender) and result.of_template:
+            raise self._template.refuse(f"fails with every row: {result.__cause__}")
+        if isinstance(result, TemplateFault):
+            raise ConfigError([Problem("data.chat_template", str(result))])
 
-        A row that is cut gets no end token. Raises ``DataError`` (which starts with ``where``) for
-        a row that the template cannot render or that its answers cannot be found in, and for a
-        row that is too long where ``overflow`` is ``error``.
-        """
-        tokens = self._tokens(row, where)
-        length = len(tokens.ids)
-        truncated = length > self._max_length
-        if truncated and self._overflow == "error":
-            raise DataError(
-                f"{where}: the row has {length} tokens, data.max_length is {self._max_length} and "
-                "data.overflow is error"
-            )
-        if truncated and self._overflow == "drop":
-            return Dropped(TOO_LONG)
-        trained = [False, *tokens.trained[1 : self._max_length]]
-        if not any(trained):
-            return Dropped(ANSWER_CUT if truncated else "no token to train on")
-        example = Example(tokens.ids[: self._max_length], trained, content_key(row))
-        ends = tuple(tokens.ids[end] for end in tokens.ends if end < self._max_length)
-        return Encoded(example, truncated, ends)
+    def _probe(self, *roles: str) -> list[Tokens] | DataError:
+        """What becomes of a conversation of these roles."""
+        (result,) = run_all([self.chat(Chat(tuple(Message(role, "x") for role in roles)))])
+        return result
 
-    def _tokens(self, row: Row, where: str) -> _Tokens:
-        if isinstance(row, Text):
-            return self._text(row, where)
-        if isinstance(row, PromptCompletion):
-            if not self._has_template:
-                return self._prompt_completion(row)
-            row = Chat(
-                (Message("user", row.user), Message("assistant", row.completion)),
-                completion_from=1,
-            )
-        return self._chat(row, where)
-
-    def _text(self, row: Text, where: str) -> _Tokens:
-        if self._train_on not in (None, "all"):
-            raise DataError(f"{where}: {_no_answers(self._train_on)}")
-        ids = self._started(self._ids(row.text))
-        ids = self._ended(ids)
-        return _Tokens(ids, [True] * len(ids), (len(ids) - 1,))
-
-    def _prompt_completion(self, row: PromptCompletion) -> _Tokens:
-        prompt = self._started(self._ids(row.prompt))
-        completion = self._ended(_without_start(self._ids(row.completion), self._start))
-        ids = prompt + completion
-        mark_prompt = self._train_on == "all"
-        trained = [mark_prompt] * len(prompt) + [True] * len(completion)
-        return _Tokens(ids, trained, (len(ids) - 1,))
-
-    def _started(self, ids: list[int]) -> list[int]:
-        """With the tokens that the tokenizer itself puts in front, once."""
-        return self._start + _without_start(ids, self._start)
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """With exactly one end token, also where the text has spelt some out."""
-        end = len(ids)
-        while end and ids[end - 1] == self._eos:
-            end -= 1
-        return [*ids[:end], self._eos]
-
-    def _ids(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _chat(self, row: Chat, where: str) -> _Tokens:
-        if not self._has_template:
-            raise DataError(f"{where}: {_NO_TEMPLATE}: the row is a conversation")
-        ids, answers = self._answers(row, where)
-        spans = []
-        for turn, before, after in answers:
-            if ids[: len(before)] != before:
-                raise self._not_a_prefix(where, turn, "the conversation up to it")
-            if ids[: len(after)] != after:
-                raise self._not_a_prefix(where, turn, "the conversation up to its end")
-            spans.append((len(before), self._end_of_turn(after, len(before), where, turn)))
-        everything = self._train_on == "all"
-        trained = [everything] * len(ids)
-        for begin, end in spans:
-            trained[begin:end] = [True] * (end - begin)
-        return _Tokens(ids, trained, tuple(end - 1 for _, end in spans))
-
-    def _trained_turns(self, row: Chat) -> list[int]:
+    def _trained_turns(self, chat: Chat) -> list[int]:
         """Indices of the assistant messages that are trained."""
-        turns = [i for i, message in enumerate(row.messages) if message.role == "assistant"]
+        turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
         if self._train_on == "last_assistant":
             return turns[-1:]
         if self._train_on in ("assistant", "all"):
             return turns
-        return [turn for turn in turns if turn >= row.completion_from]
+        return [turn for turn in turns if turn >= chat.completion_from]
 
-    def _answers(
-        self, row: Chat, where: str
-    ) -> tuple[list[int], list[tuple[int, list[int], list[int]]]]:
-        """The ids of the whole row; for every trained answer its message's index, the ids of the
-        conversation up to it, as they are at inference, and the ids up to its end.
-
-        Where the tokenizer merges the beginning of an answer with the end of its prompt, the two
-        are joined as ids instead: at inference that merge cannot happen. This is right for one
-        answer of a row only, so all prefixes have to be compared with the ids returned.
-        """
-        text = self._render(row.messages, where)
-        ids = self._ids(text)
-        answers = []
-        for turn in self._trained_turns(row):
-            last = turn + 1 == len(row.messages)
-            before_text = self._render(row.messages[:turn], where, generation_prompt=True)
-            after_text = text if last else self._render(row.messages[: turn + 1], where)
-            if not (text.startswith(before_text) and after_text.startswith(before_text)):
-                raise self._not_a_prefix(where, turn, "the conversation up to it")
-            before = self._ids(before_text)
-            if ids[: len(before)] == before:
-                after = ids if last else self._ids(after_text)
-            else:
-                ids = before + self._ids(text[len(before_text) :])
-                after = before + self._ids(after_text[len(before_text) :])
-            answers.append((turn, before, after))
-        return ids, answers
-
-    def _end_of_turn(self, ids: list[int], begin: int, where: str, turn: int) -> int:
-        """The position after the control token that ends the turn.
-
-        What the template writes behind it (a line break, as a rule) is not trained.
-        """
-        end = len(ids)
-        while end > begin and ids[end - 1] not in self._control:
-            end -= 1
-        rest = self._tokenizer.decode(ids[max(end, begin) :])
-        if end == begin or rest.strip():
+    def _view(self, chat: Chat) -> _View:
+        """How to render a conversation so that its control tokens are the template's alone."""
+        shape = self._template.shape(chat.messages, chat.tools)
+        if shape.missing:
+            raise _left_out(shape.missing)
+        tagged = self._template.tagged(chat.tools)
+        spelt = any(map(self._lexer.spells, strings(chat)))
+        if (tagged or spelt) and any(map(RESERVED.search, strings(chat))):
             raise DataError(
-                f"{where}: message {turn}: the chat template ends an answer with {rest[-20:]!r} "
-                "and no control token, so that nothing would teach the model to stop: let it "
-                "write eos_token after the content of an assistant message"
+                "the row has characters from U+FDD0 to U+FDEF, which Unicode keeps for a program's "
+                "own use: remove them"
             )
-        return end
+        view = _View(self._template, self._lexer, chat, tagged)
+        if spelt:
+            view = self._apart(view)
+        written = self._control(view.raw(len(chat.messages)))
+        if written != shape.control and written != self._control(
+            self._template.render(chat.messages, chat.tools, change=_broken)
+        ):
+            raise DataError(
+                "the chat template makes control tokens out of the row's own text: the model "
+                "would take it for a turn of its own. Leave the row out, or change its text"
+            )
+        return view
 
-    def _render(
-        self, messages: Sequence[Message], where: str, *, generation_prompt: bool = False
-    ) -> str:
-        from jinja2 import TemplateError
-
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+    def _apart(self, view: _View) -> _View:
+        """The view of a row whose texts spell control tokens: there they are ordinary text."""
+        names = self._others.names
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except (TemplateError, ValueError, TypeError, IndexError, KeyError) as error:
-            roles = ", ".join(message.role for message in messages) or "no message"
+            other = self._others.lexer()
+        except ValueError as error:
             raise DataError(
-                f"{where}: the chat template cannot render the conversation up to message "
-                f"{len(messages)} ({roles}): {error}"
+                f"the row spells a control token, which this tokenizer cannot take as text: {error}"
             ) from error
-        return str(rendered)
-
-    def _not_a_prefix(self, where: str, turn: int, what: str) -> DataError:
-        return DataError(
-            f"{where}: message {turn}: with this chat template {what} is not a prefix of the "
-            "whole row, so that the model would be trained on a context that it never sees. "
-            "data.train_on: last_assistant trains the last answer only, which most templates "
-            "that rewrite earlier turns allow; or give one row per answer"
+        if any(map(self._lexer.spells, keys(view.chat))):
+            raise DataError("a key within tools or tool_calls spells a control token: rename it")
+        return _View(
+            view.template,
+            other,
+            view.chat,
+            view.tagged,
+            change=lambda text: self._lexer.replace(text, _broken),
+            back=lambda text: self._lexer.replace(text, names.__getitem__).replace(_BREAK, ""),
         )
 
+    def _control(self, text: str) -> tuple[str, ...]:
+        """The control tokens in a text, in order."""
+        return tuple(text[begin:end] for begin, end in self._lexer.places(text))
 
-def _no_answers(train_on: str | None) -> str:
-    return f"plain text has no answers: expected all, found {train_on}"
+    def _together(self, view: _View, count: int, turns: Sequence[int]) -> Asking[Tokens | None]:
+        """The first ``count`` messages with answers at ``turns`` as one example.
+
+        ``None``: some answer's context is another one at inference.
+        """
+        whole = view.render(count)
+        answers = self._answers(view, whole, count, turns)
+        if answers is None:
+            return None
+        lexer, places = view.lexer, view.lexer.places(whole.text)
+        heads = [_head(whole.text, places, answer.begin) for answer in answers]
+        tails = {head: lexer.tails[head] for head in heads if head in lexer.tails}
+        asked = [head for head in dict.fromkeys(heads) if head not in tails]
+        ids, *found = yield lexer, [whole.text, *asked]
+        for head, tail in zip(asked, found, strict=True):
+            tails[head] = tail
+            if len(head) <= _LONGEST_TAIL:
+                lexer.keep_tail(head, tail)
+        at = self._positions(lexer, ids, places)
+        begins = []
+        for answer, head in zip(answers, heads, strict=True):
+            tail = tails[head]
+            before = _count(places, answer.begin)
+            start = at[before - 1] if before else 0
+            if ids[start : start + len(tail)] != tail and self._train_on != "all":
+                if len(turns) > 1:
+                    return None
+                ids = yield from self._joined(view, whole.text, answer, ids[:start] + tail, ids)
+                at = self._positions(lexer, ids, places)
+            begins.append(start + len(tail))
+        return self._marked(view, whole.text, answers, begins, ids, at, places)
+
+    def _positions(self, lexer: Lexer, ids: list[int], places: Sequence[Place]) -> list[int]:
+        at = lexer.positions(ids)
+        if len(at) != len(places):
+            raise DataError(
+                f"the tokenizer found {len(at)} control tokens in a text that has {len(places)} of "
+                "them, so that the trained tokens cannot be told: use its fast version "
+                "(tokenizer.json)"
+            )
+        return at
+
+    def _answers(
+        self, view: _View, whole: Rendered, count: int, turns: Sequence[int]
+    ) -> list[_Answer] | None:
+        """Where the answers are; ``None``: the text of some context is not a prefix of the whole.
+
+        Where everything is trained, only the end of such an answer counts.
+        """
+        answers = []
+        for turn in turns:
+            before = _context(view, turn)
+            after = whole if turn + 1 == count else view.render(turn + 1)
+            if whole.text.startswith(after.text) and after.text.startswith(before):
+                answers.append(_Answer(turn, len(before), len(after.text), after.tagged))
+            elif self._train_on != "all":
+                return None
+            elif (rewritten := self._rewritten(view, turn, whole.text, after.text)) is not None:
+                answers.append(rewritten)
+        return answers
+
+    def _rewritten(self, view: _View, turn: int, whole: str, after: str) -> _Answer | None:
+        """The end of an answer that is another text in the whole, by the control tokens before it.
+
+        ``None``: it cannot be told, since those are not the same either.
+        """
+        there, then = view.lexer.places(whole), view.lexer.places(after)
+        last = _last_place(after, _Answer(turn, 0, len(after), None), then)
+        if [whole[slice(*at)] for at in there[: last + 1]] != [
+            after[slice(*at)] for at in then[: last + 1]
+        ]:
+            return None
+        return _Answer(turn, *there[last], None)
+
+    def _joined(
+        self, view: _View, text: str, answer: _Answer, before: list[int], ids: list[int]
+    ) -> Asking[list[int]]:
+        """Ids of a row whose answer the tokenizer would merge with what is before it.
+
+        At inference that merge cannot happen, so the two are joined as ids. A control token goes
+        before the answer while it is tokenised, so that it is not taken for a text's beginning.
+        """
+        lead = next(iter(view.lexer.places(text)), None)
+        name = text[lead[0] : lead[1]] if lead else ""
+        (after,) = yield view.lexer, [name + text[answer.begin :]]
+        joined = before + after[1 if lead else 0 :]
+        if self._tokenizer.decode(joined) != self._tokenizer.decode(ids):
+            raise DataError(
+                f"message {answer.turn}: the tokenizer merges the beginning of the answer "
+                f"({shortened(text[answer.begin : answer.end])!r}) with the prompt, and cannot "
+                "write it without that"
+            )
+        return joined
+
+    def _marked(
+        self,
+        view: _View,
+        text: str,
+        answers: Sequence[_Answer],
+        begins: Sequence[int],
+        ids: list[int],
+        at: Sequence[int],
+        places: Sequence[Place],
+    ) -> Tokens:
+        """The example: the answers are trained, each up to the control token that ends it.
+
+        What the template writes behind that (a line break, as a rule) is not.
+        """
+        trained = [self._train_on == "all"] * len(ids)
+        ends = []
+        for answer, begin in zip(answers, begins, strict=True):
+            last = _last_place(text, answer, places)
+            _check_tags(answer, text, places[last])
+            end = at[last]
+            trained[begin : end + 1] = [True] * (end + 1 - begin)
+            ends.append(end)
+        return Tokens(ids, trained, tuple(ends))
 
 
-def _start_ids(tokenizer: Any) -> list[int]:
-    """The ids that the tokenizer puts in front of a text: one BOS, nothing, or what it has."""
-    bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    whole = list(tokenizer("a")["input_ids"])
-    for begin in range(len(whole) - len(bare) + 1):
-        if whole[begin : begin + len(bare)] == bare:
-            return whole[:begin]
-    return []
+def _left_out(what: str) -> DataError:
+    """The error for a part of a conversation that a template does not write."""
+    it = "them" if what.startswith("the ") else "it"
+    message = (
+        f"the chat template leaves out {what}: the model would never see {it}. Set "
+        f"data.chat_template: chatml (built in), or give another template that writes {it}"
+    )
+    if "(user)" in what or "(assistant)" in what:
+        return TemplateFault(message)
+    return DataError(f"{message}, or leave {it} out of the row")
 
 
-def _without_start(ids: list[int], start: list[int]) -> list[int]:
-    """``ids`` without the start tokens that the text itself has spelt out."""
-    while start and ids[: len(start)] == start:
-        ids = ids[len(start) :]
-    return ids
+def _context(view: _View, turn: int) -> str:
+    """What the model sees before it gives the answer at ``turn``."""
+    try:
+        return view.render(turn, generation_prompt=True).text
+    except CannotRender as error:
+        if _begins(view.chat, turn):
+            raise DataError(f"{_no_question(turn)} ({error.__cause__})") from error
+        raise
 
 
-def _control_ids(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens that text cannot spell: the named special ones and the template's."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(tokenizer.all_special_ids) | {id_ for id_, token in added if token.special}
+def _begins(chat: Chat, turn: int) -> bool:
+    """Whether nobody has said anything before an answer."""
+    return all(message.role == "system" for message in chat.messages[:turn])
+
+
+def _no_question(turn: int) -> str:
+    return (
+        f"message {turn}: the conversation begins with an answer, and the chat template cannot ask "
+        "for one without a message of the user before it. Put one there, or let data.formatter "
+        "take the answer out or leave out the row (by returning None)"
+    )
+
+
+def _count(places: Sequence[Place], end: int) -> int:
+    """How many control tokens are in the text up to ``end``."""
+    return bisect_right(places, end, key=lambda place: place[1])
+
+
+def _head(text: str, places: Sequence[Place], end: int) -> str:
+    """The text up to ``end`` from its last control token on (all of it where it has none)."""
+    before = _count(places, end)
+    return text[places[before - 1][0] if before else 0 : end]
+
+
+def _broken(text: str) -> str:
+    """A text that no control token can be found in, nor made of with the text around it."""
+    return f"{_BREAK}{_BREAK.join(text)}{_BREAK}" if text else text
+
+
+def _last_place(text: str, answer: _Answer, places: Sequence[Place]) -> int:
+    """Which of the control tokens ends an answer; only white space may follow it."""
+    last = _count(places, answer.end) - 1
+    begin, end = places[last] if last >= 0 else (-1, 0)
+    if begin >= answer.begin and not text[end : answer.end].strip():
+        return last
+    raise TemplateFault(
+        f"message {answer.turn}: the chat template ends an answer with "
+        f"{text[answer.begin : answer.end][-20:]!r} and no control token, so that nothing would "
+        "teach the model to stop: let it write eos_token after the content of an assistant message"
+    )
+
+
+def _check_tags(answer: _Answer, text: str, stop: Place) -> None:
+    """Refuse an answer that the template's generation tags see elsewhere.
+
+    White space behind the token that ends the turn may be within the tags or not.
+    """
+    if answer.tagged is None:
+        return
+    span = min(answer.tagged, key=lambda tag: abs(tag[0] - answer.begin), default=(0, 0))
+    if span[0] == answer.begin and span[1] >= stop[1] and not text[stop[1] : span[1]].strip():
+        return
+    if span[0] == answer.begin and span[1] <= stop[0] and not text[span[1] : stop[0]].strip():
+        raise TemplateFault(
+            f"message {answer.turn}: the chat template writes {text[stop[0] : stop[1]]!r} behind "
+            "its {% endgeneration %} tag, so that with its own mask the model never learns to "
+            "stop: move it before the tag"
+        )
+    raise TemplateFault(
+        f"message {answer.turn}: the chat template's generation tags hold "
+        f"{shortened(text[slice(*span)])!r}, but the answer that follows the generation prompt is "
+        f"{shortened(text[answer.begin : stop[1]])!r}: put the tags around exactly that"
+    )

@@ -1,12 +1,17 @@
-"""Rows of any supported shape to conversations, prompts with completions, or plain text.
+"""Rows of any supported shape to conversations, prompts with completions, text or token ids.
 
 Formats and their columns:
 
-- ``messages``: ``messages`` is a list of ``{"role": ..., "content": ...}``
-- ``prompt_completion``: ``prompt`` and ``completion``, both strings or both lists of messages
+- ``messages``: ``messages`` is a list of ``{"role": ..., "content": ...}``; optional ``tools``
+- ``sharegpt``: ``conversations`` is a list of ``{"from": ..., "value": ...}``; optional ``system``
+  and ``tools``
+- ``prompt_completion``: ``prompt`` and ``completion`` (or ``response``), or ``question`` and
+  ``answer``: both strings or both lists of messages
 - ``instruction``: ``instruction`` with ``input`` and ``output`` (Alpaca's names) or ``context`` and
-  ``response`` (Dolly's); ``input`` and ``context`` may be missing or empty
+  ``response`` (Dolly's); ``input`` and ``context`` may be missing or empty. Or ``instruction`` with
+  ``instances``, a list of ``{"input", "output"}``: each is an example
 - ``text``: ``text``
+- ``tokens``: ``input_ids``; optional ``labels`` and ``attention_mask``
 
 Columns of other names are renamed by a mapping ``{our name: theirs}``.
 """
@@ -16,45 +21,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dbx_llmtrain.errors import DataError
+from dbx_llmtrain.text import turns
+from dbx_llmtrain.text.turns import Chat, Message
+from dbx_llmtrain.text.values import as_list, kind, listed, meant
 
-Format = Literal["messages", "prompt_completion", "instruction", "text"]
-
-ROLES = ("system", "user", "assistant")
+Format = Literal["messages", "sharegpt", "prompt_completion", "instruction", "text", "tokens"]
 
 # What a row of each format must have: one of these sets of columns.
-_REQUIRED: dict[Format, tuple[frozenset[str], ...]] = {
-    "messages": (frozenset({"messages"}),),
-    "prompt_completion": (frozenset({"prompt", "completion"}),),
+_REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {
+    "messages": (("messages",),),
+    "sharegpt": (("conversations",),),
+    "prompt_completion": (("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     "instruction": (
-        frozenset({"instruction", "output"}),
-        frozenset({"instruction", "response"}),
+        ("instruction", "output"),
+        ("instruction", "response"),
+        ("instruction", "instances"),
     ),
-    "text": (frozenset({"text"}),),
+    "text": (("text",),),
+    "tokens": (("input_ids",),),
 }
-_OPTIONAL: dict[Format, frozenset[str]] = {"instruction": frozenset({"input", "context"})}
-# Keys of a message that carry meaning which a plain role and content cannot hold.
-_UNSUPPORTED_KEYS = ("tool_calls", "function_call")
-
-
-@dataclass(frozen=True)
-class Message:
-    """One turn of a conversation. ``role`` is one of ``ROLES``."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation. ``completion_from`` is the index of the first message of its completion,
-    where the row told prompt and completion apart (else 0: every answer is part of it)."""
-
-    messages: tuple[Message, ...]
-    completion_from: int = 0
+_OPTIONAL: dict[Format, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "sharegpt": ("system", "tools"),
+    "instruction": ("input", "context"),
+    "tokens": ("labels", "attention_mask"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,12 +57,14 @@ class PromptCompletion:
     """A prompt with its completion.
 
     ``prompt`` is what a model without a chat template sees, ``user`` what the user says in the
-    chat that a model with one sees.
+    chat that a model with one sees. ``control``: control tokens that the prompt and the completion
+    spell out stand for themselves (in a prompt of the row's own; not in a layout of ours).
     """
 
     prompt: str
     completion: str
     user: str
+    control: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,13 +75,22 @@ class Text:
 
 
 @dataclass(frozen=True)
+class TokenIds:
+    """A row that is tokenised already; what is masked as padding has been cut off."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Dropped:
-    """A row that is left out, and why."""
+    """A row that is left out, why, and how many tokens it had where they were counted."""
 
     reason: str
+    tokens: int = 0
 
 
-Row = Chat | PromptCompletion | Text
+Row = Chat | PromptCompletion | Text | TokenIds
 
 
 def detect_format(names: Iterable[str], columns: Mapping[str, str], where: str) -> Format:
@@ -93,72 +99,93 @@ def detect_format(names: Iterable[str], columns: Mapping[str, str], where: str) 
     Where columns were renamed, only formats that have one of the renamed columns count. Raises
     ``DataError`` when no format fits, or several do.
     """
-    there = {ours for ours in _known() if columns.get(ours, ours) in set(names)}
-    fitting = [name for name, sets in _REQUIRED.items() if any(need <= there for need in sets)]
+    found = {str(name) for name in names}
+    there = {ours for ours in known_columns() if columns.get(ours, ours) in found}
+    fitting = [name for name, sets in _REQUIRED.items() if any(set(s) <= there for s in sets)]
     if columns:
         fitting = [name for name in fitting if _columns_of(name) & set(columns)] or fitting
     if len(fitting) == 1:
         return fitting[0]
-    found = ", ".join(sorted(str(name) for name in names)) or "no columns"
+    names_ = listed(found)
     if fitting:
         raise DataError(
-            f"{where}: data.format is auto, but the columns ({found}) fit several formats: "
+            f"{where}: data.format is auto, but the columns ({names_}) fit several formats: "
             f"{', '.join(fitting)}. Set data.format to one of them"
         )
+    for ours, theirs in columns.items():
+        if theirs not in found:
+            raise DataError(
+                f"{where}: data.columns.{ours}: there is no column {theirs!r}, found {names_}"
+                f"{meant(theirs, found)}"
+            )
     shapes = "; ".join(
-        f"{name}: {' or '.join(' + '.join(sorted(need)) for need in sets)}"
+        f"{name}: {' or '.join(' + '.join(need) for need in sets)}"
         for name, sets in _REQUIRED.items()
     )
-    if "conversations" in there:
-        raise DataError(
-            f"{where}: a conversations column (ShareGPT) is not available in this version: give "
-            "messages, a list of {role, content} with the roles system, user and assistant"
-        )
     raise DataError(
-        f"{where}: no known format has the columns {found}. Known: {shapes}. "
-        "Give data.format and rename columns with data.columns"
+        f"{where}: no known format has the columns {names_}. Known: {shapes}. Rename columns with "
+        "data.columns, or give data.formatter, a function that makes such a row of yours"
     )
 
 
-def parse_row(
+def parse_rows(
     row: Mapping[str, Any], fmt: Format, columns: Mapping[str, str], where: str
-) -> Row | Dropped:
-    """One row in the shape that its format stands for.
+) -> tuple[Row, ...] | Dropped:
+    """What a row holds in the shape that its format stands for: several only for instances.
 
     ``where`` (file and row) starts every message. Raises ``DataError`` for a missing column, a
-    wrong type, an unknown role or an empty answer; rows of empty text are ``Dropped``.
+    wrong type, an unknown role, an empty answer, or ids and masks that do not fit each other; rows
+    of empty text or without tokens are ``Dropped``.
     """
     reader = _Reader(row, columns, where)
     if fmt == "messages":
-        return _chat(reader)
+        given = turns.messages(*reader.with_wrong("messages"))
+        return (_chat(reader, "messages", _apart(reader, "messages", given)),)
+    if fmt == "sharegpt":
+        return (_sharegpt(reader),)
     if fmt == "prompt_completion":
-        return _prompt_completion(reader)
+        return (_prompt_completion(reader),)
     if fmt == "instruction":
-        return _instruction(reader)
+        return _instructions(reader)
+    if fmt == "tokens":
+        ids = _token_ids(reader)
+        return (ids,) if ids.ids else Dropped("no tokens")
     text = reader.text("text", empty=True)
-    return Text(text) if text.strip() else Dropped("empty text")
+    return (Text(text),) if text.strip() else Dropped("empty text")
 
 
-def content_key(row: Row) -> str:
+def content_key(*rows: Row) -> str:
     """Name of a row's content: 32 hex digits of the SHA-256 of its canonical JSON."""
-    content: Any
-    if isinstance(row, Chat):
-        content = [[message.role, message.content] for message in row.messages]
-        content = {"messages": content, "completion_from": row.completion_from}
-    elif isinstance(row, PromptCompletion):
-        content = {"prompt": row.prompt, "completion": row.completion}
-    else:
-        content = {"text": row.text}
-    text = json.dumps(content, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
+    content = [_content(row) for row in rows]
+    text = json.dumps(
+        content[0] if len(content) == 1 else content,
+        ensure_ascii=True,
+        sort_keys=True,
+        separators=(",", ":"),
+        default=str,
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _known() -> set[str]:
+def _content(row: Row) -> dict[str, Any]:
+    if isinstance(row, Chat):
+        turns_ = [[m.role, m.content, *([m.extra] if m.extra else [])] for m in row.messages]
+        content = {"messages": turns_, "completion_from": row.completion_from}
+        return content | ({"tools": row.tools} if row.tools else {})
+    if isinstance(row, PromptCompletion):
+        return {"prompt": row.prompt, "completion": row.completion}
+    if isinstance(row, TokenIds):
+        return {"ids": row.ids, "labels": row.labels}
+    return {"text": row.text}
+
+
+def known_columns() -> set[str]:
+    """Our names of columns, in all formats."""
     return {name for fmt in _REQUIRED for name in _columns_of(fmt)}
 
 
-def _columns_of(fmt: Format) -> frozenset[str]:
-    return frozenset().union(*_REQUIRED[fmt]) | _OPTIONAL.get(fmt, frozenset())
+def _columns_of(fmt: Format) -> set[str]:
+    return {name for need in _REQUIRED[fmt] for name in need} | set(_OPTIONAL.get(fmt, ()))
 
 
 @dataclass(frozen=True)
@@ -172,14 +199,17 @@ class _Reader:
     def name(self, ours: str) -> str:
         return self.columns.get(ours, ours)
 
-    def has(self, ours: str) -> bool:
-        return self.row.get(self.name(ours)) is not None
+    def get(self, ours: str) -> Any:
+        return self.row.get(self.name(ours))
 
     def value(self, ours: str) -> Any:
         theirs = self.name(ours)
         if theirs not in self.row:
-            found = ", ".join(sorted(str(name) for name in self.row)) or "no columns"
-            raise DataError(f"{self.where}: expected a column {theirs!r}, found {found}")
+            said = f" (data.columns: {ours})" if ours in self.columns else ""
+            raise DataError(
+                f"{self.where}: expected a column {theirs!r}{said}, found {listed(self.row)}"
+                f"{meant(theirs, self.row)}"
+            )
         return self.row[theirs]
 
     def text(self, ours: str, *, empty: bool) -> str:
@@ -192,41 +222,119 @@ class _Reader:
             raise self.wrong(ours, "a non-empty string", value)
         return value
 
+    def with_wrong(self, ours: str) -> tuple[Any, turns.Wrong]:
+        """A column's value, and what makes the error for it."""
+        return self.value(ours), lambda expected, found: self.wrong(ours, expected, found)
+
     def wrong(self, ours: str, expected: str, value: Any) -> DataError:
         return DataError(
-            f"{self.where}: column {self.name(ours)!r}: expected {expected}, found {_kind(value)}"
+            f"{self.where}: column {self.name(ours)!r}: expected {expected}, found {kind(value)}"
         )
 
-    def unanswered(self, ours: str, messages: tuple[Message, ...]) -> DataError:
-        roles = ", ".join(message.role for message in messages)
-        return DataError(
-            f"{self.where}: column {self.name(ours)!r}: expected at least one assistant message, "
-            f"found the roles {roles}"
+    def one_of(self, *names: str) -> str | None:
+        """Which of several names for the same thing the row has; ``None``: none of them."""
+        there = [name for name in names if self.get(name) is not None]
+        if len(there) > 1:
+            raise DataError(
+                f"{self.where}: expected one of the columns {self.name(there[0])!r} and "
+                f"{self.name(there[1])!r}, found both: rename the right one with data.columns"
+            )
+        return there[0] if there else None
+
+
+def _chat(reader: _Reader, ours: str, messages: tuple[Message, ...], start: int = 0) -> Chat:
+    """A conversation whose answers to train are among the messages from ``start``."""
+    if not any(message.role == "assistant" for message in messages[start:]):
+        roles = ", ".join(message.role for message in messages[start:])
+        raise DataError(
+            f"{reader.where}: column {reader.name(ours)!r}: expected at least one assistant "
+            f"message, found the roles {roles}"
         )
+    if reader.get("tools") is None:
+        return Chat(messages, start)
+    return Chat(messages, start, turns.tools(*reader.with_wrong("tools")))
 
 
-def _chat(reader: _Reader) -> Chat:
-    messages = _messages(reader, "messages")
-    if not any(message.role == "assistant" for message in messages):
-        raise reader.unanswered("messages", messages)
-    return Chat(messages)
+def _apart(reader: _Reader, ours: str, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The messages, refused where one answer follows another: what the model should have said at
+    the end of the first, stop or go on, the row does not tell."""
+    at = turns.two_answers(messages)
+    if at is None:
+        return messages
+    raise DataError(
+        f"{reader.where}: column {reader.name(ours)!r}: two answers in a row (messages {at} and "
+        f"{at + 1}): join them into one"
+    )
+
+
+def _sharegpt(reader: _Reader) -> Chat:
+    messages = turns.sharegpt(*reader.with_wrong("conversations"))
+    _apart(reader, "conversations", messages)
+    if reader.get("system") is not None:
+        system = reader.text("system", empty=True)
+        if system.strip() and messages[0].role == "system":
+            raise DataError(
+                f"{reader.where}: expected one system message, found the column "
+                f"{reader.name('system')!r} and a system turn in {reader.name('conversations')!r}"
+            )
+        if system.strip():
+            messages = (Message("system", system), *messages)
+    return _chat(reader, "conversations", messages)
 
 
 def _prompt_completion(reader: _Reader) -> Row:
-    prompt, completion = reader.value("prompt"), reader.value("completion")
-    if isinstance(prompt, list) or isinstance(completion, list):
-        before, after = _messages(reader, "prompt"), _messages(reader, "completion")
-        if not any(message.role == "assistant" for message in after):
-            raise reader.unanswered("completion", after)
-        return Chat(before + after, completion_from=len(before))
-    text = reader.text("prompt", empty=False)
-    return PromptCompletion(text, reader.text("completion", empty=False), user=text)
+    before, after = _prompt_names(reader)
+    prompt, completion = reader.value(before), reader.value(after)
+    if as_list(prompt) is not None or as_list(completion) is not None:
+        asked = turns.messages(*reader.with_wrong(before))
+        answered = turns.messages(*reader.with_wrong(after))
+        _apart(reader, f"{before} + {after}", asked + answered)
+        return _chat(reader, after, asked + answered, len(asked))
+    text = reader.text(before, empty=False)
+    return PromptCompletion(text, reader.text(after, empty=False), user=text)
+
+
+def _prompt_names(reader: _Reader) -> tuple[str, str]:
+    """Which two columns the row has its prompt and its completion in."""
+    pairs = _REQUIRED["prompt_completion"]
+    pairs = tuple(pair for pair in pairs if set(pair) & set(reader.columns)) or pairs
+    there = [pair for pair in pairs if all(reader.name(name) in reader.row for name in pair)]
+    filled = [pair for pair in there if all(reader.get(name) is not None for name in pair)]
+    if len(filled) > 1:
+        first, second = (" + ".join(reader.name(name) for name in pair) for pair in filled[:2])
+        raise DataError(
+            f"{reader.where}: expected one prompt with one completion, found {first} and {second}: "
+            "rename the right ones with data.columns"
+        )
+    # A row that has one column of a pair is told which is missing.
+    some = [pair for pair in pairs if any(reader.name(name) in reader.row for name in pair)]
+    if not some:
+        names = ", or ".join(" and ".join(map(reader.name, pair)) for pair in pairs)
+        raise DataError(f"{reader.where}: expected the columns {names}, found {listed(reader.row)}")
+    before, after = (*filled, *there, *some)[0]
+    return before, after
+
+
+def _instructions(reader: _Reader) -> tuple[Row, ...]:
+    if reader.one_of("instances", "output", "response") != "instances":
+        return (_instruction(reader),)
+    instances = as_list(reader.value("instances"))
+    if not instances:
+        raise reader.wrong("instances", "a non-empty list", reader.value("instances"))
+    rows = []
+    for index, instance in enumerate(instances):
+        if not isinstance(instance, Mapping):
+            raise reader.wrong("instances", f"instance {index} to be an object", instance)
+        inner = {**instance, reader.name("instruction"): reader.value("instruction")}
+        place = f"{reader.where}, instance {index}"
+        rows.append(_instruction(replace(reader, row=inner, where=place)))
+    return tuple(rows)
 
 
 def _instruction(reader: _Reader) -> PromptCompletion:
     instruction = reader.text("instruction", empty=False)
-    extra = _one_of(reader, "input", "context")
-    answer = _one_of(reader, "output", "response")
+    extra = reader.one_of("input", "context")
+    answer = reader.one_of("output", "response")
     context = reader.text(extra, empty=True).strip() if extra else ""
     completion = reader.text(answer or "output", empty=False)
     parts = [f"### Instruction:\n{instruction}"]
@@ -235,48 +343,48 @@ def _instruction(reader: _Reader) -> PromptCompletion:
         prompt="\n\n".join([*parts, "### Response:\n"]),
         completion=completion,
         user=f"{instruction}\n\n{context}" if context else instruction,
+        control=False,
     )
 
 
-def _one_of(reader: _Reader, first: str, second: str) -> str | None:
-    """Which of two names for the same thing the row has; ``None``: neither."""
-    there = [name for name in (first, second) if reader.has(name)]
-    if len(there) == 2:
-        raise DataError(
-            f"{reader.where}: expected one of the columns {reader.name(first)!r} and "
-            f"{reader.name(second)!r}, found both: rename the right one with data.columns"
+def _token_ids(reader: _Reader) -> TokenIds:
+    ids = _integers(reader, "input_ids")
+    labels = None if reader.get("labels") is None else _integers(reader, "labels")
+    if labels is not None and len(labels) != len(ids):
+        raise reader.wrong("labels", f"{len(ids)} labels, as there are input_ids", len(labels))
+    for at, (id_, label) in enumerate(zip(ids, labels or (), strict=False)):
+        if label not in (-100, id_):
+            raise reader.wrong("labels", f"-100 or the input id {id_} at position {at}", label)
+    if reader.get("attention_mask") is None:
+        return TokenIds(ids, labels)
+    mask = _integers(reader, "attention_mask")
+    if len(mask) != len(ids):
+        raise reader.wrong("attention_mask", f"{len(ids)} values, as input_ids", len(mask))
+    begin, end = _unpadded(reader, mask)
+    if any(label != -100 for label in (labels or ())[:begin] + (labels or ())[end:]):
+        raise reader.wrong("labels", "-100 where attention_mask is 0", "a label")
+    return TokenIds(ids[begin:end], None if labels is None else labels[begin:end])
+
+
+def _unpadded(reader: _Reader, mask: tuple[int, ...]) -> tuple[int, int]:
+    """Where the ones of a mask begin and end; they must be one run."""
+    if not set(mask) <= {0, 1}:
+        raise reader.wrong("attention_mask", "zeros and ones", sorted(set(mask)))
+    count = sum(mask)
+    begin = mask.index(1) if count else 0
+    if any(value == 0 for value in mask[begin : begin + count]):
+        at = mask.index(0, begin)
+        raise reader.wrong(
+            "attention_mask", "ones without a gap, and zeros at the ends only", f"0 at {at}"
         )
-    return there[0] if there else None
+    return begin, begin + count
 
 
-def _messages(reader: _Reader, ours: str) -> tuple[Message, ...]:
-    value = reader.value(ours)
-    if not isinstance(value, list) or not value:
-        raise reader.wrong(ours, "a non-empty list of messages", value)
-    return tuple(_message(reader, ours, index, item) for index, item in enumerate(value))
-
-
-def _message(reader: _Reader, ours: str, index: int, item: Any) -> Message:
-    def wrong(expected: str, found: Any) -> DataError:
-        return reader.wrong(ours, f"message {index} to have {expected}", found)
-
-    if not isinstance(item, Mapping):
-        raise wrong("a role and a content", item)
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise wrong(f"a role of {', '.join(ROLES)}", role)
-    for key in _UNSUPPORTED_KEYS:
-        if item.get(key):
-            raise wrong(f"no {key}, which cannot be trained on", item[key])
-    if not isinstance(content, str):
-        raise wrong("a content that is a string", content)
-    if role == "assistant" and not content.strip():
-        raise wrong("an answer that is not empty", content)
-    return Message(role, content)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    text = value if isinstance(value, str) else repr(value)
-    return f"{type(value).__name__} {text[:60]!r}" if text.strip() else "an empty string"
+def _integers(reader: _Reader, ours: str) -> tuple[int, ...]:
+    values = as_list(reader.value(ours))
+    if values is None:
+        raise reader.wrong(ours, "a list of integers", reader.value(ours))
+    for value in values:
+        if type(value) is not int:
+            raise reader.wrong(ours, "a list of integers", value)
+    return tuple(values)
