@@ -7,7 +7,7 @@ odd (97), so that shards are uneven.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,54 @@ def mistral(*, sliding_window: int | None = 8, seed: int = 0, **changes: Any) ->
     return MistralForCausalLM(MistralConfig(**(settings | changes))).float()
 
 
+def bert(*, seed: int = 0, **changes: Any) -> Any:
+    """A two-layer BERT for masked tokens: absolute positions, segments, no dropout."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(seed)
+    return BertForMaskedLM(BertConfig(**(_ENCODER | changes))).float()
+
+
+def roberta(*, seed: int = 0, **changes: Any) -> Any:
+    """A two-layer RoBERTa: its first position is 2, the one behind its padding token's id."""
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    settings = {"pad_token_id": 1, "bos_token_id": 0, "max_position_embeddings": 130}
+    torch.manual_seed(seed)
+    return RobertaForMaskedLM(RobertaConfig(**(_ENCODER | settings | changes))).float()
+
+
+def modernbert(*, seed: int = 0, **changes: Any) -> Any:
+    """A three-layer ModernBERT: rotary positions, the first layer sees everything and the others
+    4 tokens to either side."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    settings: dict[str, Any] = {
+        "num_hidden_layers": 3,
+        "local_attention": 8,
+        "global_attn_every_n_layers": 3,
+        "pad_token_id": 0,
+        "reference_compile": False,
+        "attn_implementation": "sdpa",
+    }
+    settings |= {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = ModernBertConfig(**({**_ENCODER, **settings} | changes))
+    torch.manual_seed(seed)
+    return ModernBertForMaskedLM(config).float()
+
+
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+
+
 def examples(
     lengths: Sequence[int] = (3, 40, 5, 30, 4, 25, 6, 9), *, seed: int = 0, vocab: int = VOCAB
 ) -> list[Example]:
@@ -109,14 +157,13 @@ def examples(
 
     draw = random.Random(seed)
     rows = []
-    for number, length in enumerate(lengths):
+    for length in lengths:
         ids = [draw.randrange(3, vocab) for _ in range(length)]
         prompt = min(max(1, draw.randrange(0, length // 2 + 1)), length - 1)
         rows.append(
             Example(
                 input_ids=ids,
                 trained=[False] * prompt + [True] * (length - prompt),
-                key=f"row-{number:04d}",
             )
         )
     return rows
@@ -127,41 +174,47 @@ def prepared(
     *,
     train: Sequence[Example] | None = None,
     held_out: Sequence[Example] | None = None,
+    more: Mapping[str, Sequence[Example]] | None = None,
     max_length: int = 64,
     packing: bool = True,
 ) -> PreparedData:
     """Write a prepared data set as the driver does, manifest last, and return its record.
 
-    By default 8 rows to train on and 7 held out.
+    By default 8 rows to train on and 7 held out; ``more`` are further splits by their names.
     """
     from dbx_llmtrain import storage
-    from dbx_llmtrain.records import Artifact, Audit, PreparedData
+    from dbx_llmtrain.records import Artifact, Audit, PreparedData, SplitInfo
     from dbx_llmtrain.text.prepared import write_split
 
     train = examples() if train is None else train
     held_out = examples((3, 40, 5, 30, 4, 25, 6), seed=1) if held_out is None else held_out
-    stats = write_split(folder / "train", train, max_length=max_length, packing=packing)
-    eval_examples = 0
-    if held_out:
-        eval_stats = write_split(folder / "eval", held_out, max_length=max_length, packing=packing)
-        eval_examples = eval_stats.examples
+    rows = {"train": train} | ({"eval": held_out} if held_out else {}) | dict(more or {})
+    stats = {
+        name: write_split(folder, part, max_length=max_length, packing=packing, split=name)
+        for name, part in rows.items()
+    }
     files = storage.entries(folder)
+    tokens, packs = stats["train"].tokens, stats["train"].examples
     audit = Audit(
-        read_rows=len(train) + len(held_out),
-        train_rows=stats.rows,
-        eval_rows=len(held_out),
-        tokens=stats.tokens,
-        trained_tokens=stats.trained,
-        packs=stats.examples,
-        packing_efficiency=stats.tokens / max(1, stats.examples * max_length),
+        read_rows=sum(map(len, rows.values())),
+        train_rows=stats["train"].rows,
+        eval_rows=sum(len(part) for name, part in rows.items() if name.startswith("eval")),
+        test_rows=len(rows.get("test", ())),
+        tokens=tokens,
+        trained_tokens=stats["train"].trained,
+        packs=packs,
+        packing_efficiency=tokens / max(1, packs * max_length),
     )
     record = PreparedData(
         artifact=Artifact(kind="data", source=str(folder), fingerprint=folder.name, files=files),
         audit=audit,
         format="text",
-        train_examples=stats.examples,
-        eval_examples=eval_examples,
-        eval_rows=len(held_out),
+        splits={
+            name: SplitInfo(
+                examples=found.examples, rows=found.rows, tokens=found.tokens, trained=found.trained
+            )
+            for name, found in stats.items()
+        },
         sources={"train": "tiny"},
     )
     storage.write_manifest(
@@ -320,26 +373,32 @@ class TinyForCausalLM(PreTrainedModel, GenerationMixin):
 """
 
 
-def custom_folder(folder: Path, *, seed: int = 0, scale: float = 1.0) -> Path:
+def custom_folder(folder: Path, *, seed: int = 0, scale: float = 1.0, masked: bool = False) -> Path:
     """A Hugging Face folder of an architecture that transformers does not have, with its code: a
-    configuration, a model, and what the model imports, which imports more."""
+    configuration, a model, and what the model imports, which imports more. ``masked``: it predicts
+    masked tokens, and every token sees every other."""
     import json
 
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    words = tokenizer()
+    words, code, kind = tokenizer(), CUSTOM_MODEL, "CausalLM"
+    if masked:
+        words.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
+        kind = "MaskedLM"
+        code = code.replace("TinyForCausalLM", "TinyForMaskedLM").replace(".tril()", "")
+        code = code.replace("logits[:, :-1]", "logits").replace("labels[:, 1:]", "labels")
     words.save_pretrained(folder)
     (folder / "configuration_tiny.py").write_text(CUSTOM_CONFIG)
-    (folder / "modeling_tiny.py").write_text(CUSTOM_MODEL)
+    (folder / "modeling_tiny.py").write_text(code)
     (folder / "tiny_block.py").write_text(CUSTOM_BLOCK)
     (folder / "tiny_numbers.py").write_text(f"SCALE = {scale}\n")
     config = {
         "model_type": "tiny_of_our_own",
-        "architectures": ["TinyForCausalLM"],
+        "architectures": [f"TinyFor{kind}"],
         "auto_map": {
             "AutoConfig": "configuration_tiny.TinyConfig",
-            "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
+            f"AutoModelFor{kind}": f"modeling_tiny.TinyFor{kind}",
         },
         "vocab_size": len(words),
         "hidden_size": 32,

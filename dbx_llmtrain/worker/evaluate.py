@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,15 @@ from torch import nn
 from dbx_llmtrain.text.prepared import Split
 from dbx_llmtrain.worker.data import Batch, share_batches
 from dbx_llmtrain.worker.loss import inference
+from dbx_llmtrain.worker.masking import Masking
 from dbx_llmtrain.worker.world import World
 
 
 @dataclass(frozen=True)
 class EvalReport:
     """``loss`` is the mean over all ``trained_tokens`` of the split (not a number where there are
-    none), ``perplexity`` its exp, ``rows`` the documents that were counted."""
+    none), ``perplexity`` its exp, ``rows`` the documents that were counted (a row that was cut
+    counts once for each piece)."""
 
     loss: float
     trained_tokens: int
@@ -36,16 +38,18 @@ def evaluate(
     micro_batch: int,
     padded: bool = False,
     pad_id: int = 0,
+    masking: Masking | None = None,
 ) -> EvalReport:
     """Mean loss over every trained token of ``split``; the same on every rank, whatever the cut.
 
     Every rank calls it and runs the same number of forward passes. Weights, gradients, modes and
-    random state are left as they were. ``padded``: see ``data.group``.
+    random state are left as they were. ``padded``: see ``data.group``; ``masking`` hides the same
+    tokens every time.
     """
     nll = torch.zeros((), dtype=torch.float64, device=world.device)
     trained = rows = 0
     with inference(root):
-        for batch in _batches(split, world, micro_batch, padded, pad_id):
+        for batch in _batches(split, world, micro_batch, padded, pad_id, masking):
             nll += root(**batch.to(world.device).inputs())
             trained += batch.trained
             rows += batch.rows
@@ -55,14 +59,22 @@ def evaluate(
     if world.size > 1:
         dist.all_reduce(totals)
     nll_sum, trained_sum, rows_sum = totals.tolist()
-    expected = (int(split.trained.sum()), int(split.documents_count.sum()))
-    assert (int(trained_sum), int(rows_sum)) == expected, "a row was not counted exactly once"
+    assert int(rows_sum) == int(split.documents_count.sum()), "a row was not counted exactly once"
+    # With masked tokens the index has those that may be masked.
+    expected = int(split.trained.sum())
+    found = int(trained_sum)
+    assert found <= expected if masking else found == expected, "a token was not counted once"
     loss = nll_sum / trained_sum if trained_sum else math.nan
     return EvalReport(loss, int(trained_sum), int(rows_sum), perplexity(loss))
 
 
 def _batches(
-    split: Split, world: World, micro_batch: int, padded: bool, pad_id: int
+    split: Split,
+    world: World,
+    micro_batch: int,
+    padded: bool,
+    pad_id: int,
+    masking: Masking | None,
 ) -> Iterator[Batch]:
     """This rank's batches: examples of like length together, so that little is padded."""
     by_length = np.argsort(split.tokens, kind="stable")[::-1]
@@ -76,7 +88,20 @@ def _batches(
             micro_batch=micro_batch,
             padded=padded,
             pad_id=pad_id,
+            masking=masking,
         )
+
+
+def combined(reports: Sequence[EvalReport]) -> EvalReport:
+    """One report over all tokens of several splits: a split weighs as its trained tokens do."""
+    if len(reports) == 1:
+        return reports[0]
+    parts = [report for report in reports if report.trained_tokens]
+    trained = sum(report.trained_tokens for report in parts)
+    nll = math.fsum(report.loss * report.trained_tokens for report in parts)
+    loss = nll / trained if trained else math.nan
+    rows = sum(report.rows for report in reports)
+    return EvalReport(loss, trained, rows, perplexity(loss))
 
 
 def perplexity(loss: float) -> float:

@@ -23,7 +23,7 @@ from dbx_llmtrain.compat import dtype_argument
 from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.generation import GENERATION_FILE, Generation, sampling_keys
 from dbx_llmtrain.worker.loss import inference
-from dbx_llmtrain.worker.model import check_loading, load_tokenizer, named_weights
+from dbx_llmtrain.worker.model import check_loading, load_tokenizer, model_class, named_weights
 from dbx_llmtrain.worker.world import World
 
 MAX_SHARD = "5GB"
@@ -44,14 +44,18 @@ _SAMPLES = (
 @dataclass(frozen=True)
 class Collected:
     """What rank 0 needs for an export: every tensor in the type of the export, and a batch (1, L)
-    with the running model's logits for it (1, L, V), in the type it computes in."""
+    with the running model's logits for it (1, L, V), in the type it computes in. ``objective`` says
+    which kind of model it is."""
 
     weights: dict[str, Tensor]
     input_ids: Tensor
     logits: Tensor
+    objective: str = "sft"
 
 
-def collect(root: nn.Module, model: nn.Module, source: Path, world: World) -> Collected | None:
+def collect(
+    root: nn.Module, model: nn.Module, source: Path, world: World, *, objective: str = "sft"
+) -> Collected | None:
     """Bring the whole model to rank 0; all ranks call it. ``None`` on the others.
 
     ``root`` is what the strategy wrapped around ``model``. Afterwards no rank needs another, so the
@@ -61,7 +65,7 @@ def collect(root: nn.Module, model: nn.Module, source: Path, world: World) -> Co
     with inference(root):
         logits: Tensor = root(input_ids=input_ids, logits=True)
     weights = gather(model, source_dtype(source), world)
-    return Collected(weights, input_ids, logits) if world.rank == 0 else None
+    return Collected(weights, input_ids, logits, objective) if world.rank == 0 else None
 
 
 def _reference_batch(model: Any) -> Tensor:
@@ -77,11 +81,13 @@ def write_export(
     source: Path,
     generation: Generation,
     scratch: Path,
+    chat_template: str | None = None,
     trusted: bool = False,
 ) -> Path:
     """Write the model to ``target`` on shared storage; rank 0 alone calls it. ``trusted``: with the
     Python code that came with it, which runs (inside ``custom_code.private_modules``).
 
+    ``chat_template`` takes the place of the source's where the model was trained with another.
     Raises ``CheckpointError`` when what was written does not load completely, holds other tensors,
     or gives other logits than the running model did; ``target`` is not touched then.
     """
@@ -91,15 +97,15 @@ def write_export(
         with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as name:
             folder = Path(name)
             copy_code(source, folder, trusted=trusted)
-            write_weights(folder, source, weights, trusted=trusted)
+            write_weights(folder, source, weights, objective=collected.objective, trusted=trusted)
             copy_code(source, folder, trusted=trusted)
             write_config(folder, source)
-            copy_tokenizer(source, folder)
+            copy_tokenizer(source, folder, chat_template)
             write_generation(folder, source, generation)
             if not trusted:
                 drop_auto_map(folder)
             check_model(folder, collected, trusted=trusted)
-            check_tokenizer(folder, source, trusted=trusted)
+            check_tokenizer(folder, source, chat_template, trusted=trusted)
             storage.remove(target)
             files = storage.publish_folder(folder, target)
             storage.write_manifest(target, {"files": [entry.model_dump() for entry in files]})
@@ -160,13 +166,20 @@ def drop_auto_map(folder: Path) -> None:
             storage.write_text(folder / name, text)
 
 
-def write_weights(folder: Path, source: Path, weights: dict[str, Tensor], *, trusted: bool) -> None:
+def write_weights(
+    folder: Path,
+    source: Path,
+    weights: dict[str, Tensor],
+    *,
+    objective: str = "sft",
+    trusted: bool = False,
+) -> None:
     """Safetensors files of at most ``MAX_SHARD``, under the names that the architecture publishes.
 
     transformers itself writes them, from a model without storage: it knows how names and layouts in
     memory differ from those on disk. What it writes beside the weights is replaced later.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = _read_json(source / "config.json")
     kept = {name: value for name, value in config.items() if name not in sampling_keys()}
@@ -174,7 +187,7 @@ def write_weights(folder: Path, source: Path, weights: dict[str, Tensor], *, tru
     arguments = custom_code.load_from(folder, trusted=trusted)
     shape = AutoConfig.from_pretrained(**arguments, local_files_only=True)
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(
+        skeleton = model_class(objective).from_config(
             shape, trust_remote_code=trusted, **dtype_argument(source_dtype(source))
         )
     skeleton.save_pretrained(folder, state_dict=dict(weights), max_shard_size=MAX_SHARD)
@@ -190,14 +203,18 @@ def write_config(folder: Path, source: Path) -> None:
     storage.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def copy_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer's files and the chat template, byte for byte."""
+def copy_tokenizer(source: Path, folder: Path, chat_template: str | None = None) -> None:
+    """The tokenizer's files and the chat template, byte for byte; ``chat_template`` in its place,
+    and in that of all its variants, where there is one."""
     for pattern in _TOKENIZER_FILES:
         for path in source.glob(pattern):
             if path.is_file():
                 copy = folder / path.relative_to(source)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, copy)
+    if chat_template is not None:
+        storage.remove(folder / "additional_chat_templates")
+        storage.write_text(folder / "chat_template.jinja", chat_template)
 
 
 def write_generation(folder: Path, source: Path, generation: Generation) -> None:
@@ -212,11 +229,9 @@ def write_generation(folder: Path, source: Path, generation: Generation) -> None
 def check_model(folder: Path, collected: Collected, *, trusted: bool) -> None:
     """Re-open the folder as anyone would: no key too few or too many, the same tensors bit by bit,
     and logits that differ from the running model's by no more than the types round."""
-    from transformers import AutoModelForCausalLM
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        reopened, report = AutoModelForCausalLM.from_pretrained(
+        reopened, report = model_class(collected.objective).from_pretrained(
             **custom_code.load_from(folder, trusted=trusted),
             local_files_only=True,
             output_loading_info=True,
@@ -251,7 +266,7 @@ def _check_logits(reopened: nn.Module, collected: Collected, *, exact: bool) -> 
     the rounding of bf16 weights or sums over dozens of layers; another model is off by 1 or more.
     """
     with torch.no_grad():
-        ours = reopened(input_ids=collected.input_ids.cpu(), use_cache=False).logits.float()
+        ours = reopened(input_ids=collected.input_ids.cpu()).logits.float()
     theirs = collected.logits.float().cpu()
     error = float(torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs))
     exact = exact and collected.logits.dtype == torch.float32
@@ -263,11 +278,14 @@ def _check_logits(reopened: nn.Module, collected: Collected, *, exact: bool) -> 
         )
 
 
-def check_tokenizer(folder: Path, source: Path, *, trusted: bool = False) -> None:
+def check_tokenizer(
+    folder: Path, source: Path, chat_template: str | None = None, *, trusted: bool = False
+) -> None:
     """The exported tokenizer gives the ids of the one that was trained with, and its template."""
     ours, theirs = (load_tokenizer(path, trusted=trusted) for path in (folder, source))
     same = all(ours(text)["input_ids"] == theirs(text)["input_ids"] for text in _SAMPLES)
-    same = same and ours.chat_template == theirs.chat_template and len(ours) == len(theirs)
+    same = same and ours.chat_template == (chat_template or theirs.chat_template)
+    same = same and len(ours) == len(theirs)
     if not same:
         raise CheckpointError(
             f"the exported tokenizer differs from that of {source}: a file that it needs is none "

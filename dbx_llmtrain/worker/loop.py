@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import torch
@@ -100,38 +102,51 @@ def train_steps(
     parameter got no gradient, or when too many gradients in a row were not finite.
     """
     root.train()
-    failures = 0
-    for step in range(done + 1, plan.total_steps + 1):
-        started = time.perf_counter()
-        work = order.step(step - 1)
-        rate = learning_rate(
-            step,
-            plan.config.train,
-            warmup_steps=plan.warmup_steps,
-            total_steps=plan.total_steps,
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        loss, norm, skipped = _step(
-            root, optimizer, strategy, work, world, plan.config.train.max_grad_norm
-        )
-        failures = failures + 1 if skipped and work.trained_total else 0
-        yield StepReport(
-            step=step,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=norm,
-            tokens=work.tokens_total,
-            rows=work.rows_total,
-            trained=work.trained_total,
-            seconds=time.perf_counter() - started,
-            skipped=skipped,
-        )
-        if failures >= MAX_SKIPPED_IN_A_ROW:
-            raise RuntimeError(
-                f"the gradient was not finite in {failures} steps in a row, up to step {step}: "
-                "lower train.learning_rate, or look for broken rows in the data"
+    with closing(prepared_ahead(order, done, plan.total_steps)) as batches:
+        failures = 0
+        for step in range(done + 1, plan.total_steps + 1):
+            started = time.perf_counter()
+            work = next(batches)
+            rate = learning_rate(
+                step,
+                plan.config.train,
+                warmup_steps=plan.warmup_steps,
+                total_steps=plan.total_steps,
             )
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss, norm, skipped = _step(
+                root, optimizer, strategy, work, world, plan.config.train.max_grad_norm
+            )
+            failures = failures + 1 if skipped and work.trained_total else 0
+            yield StepReport(
+                step=step,
+                loss=loss,
+                learning_rate=rate,
+                grad_norm=norm,
+                tokens=work.tokens_total,
+                rows=work.rows_total,
+                trained=work.trained_total,
+                seconds=time.perf_counter() - started,
+                skipped=skipped,
+            )
+            if failures >= MAX_SKIPPED_IN_A_ROW:
+                raise RuntimeError(
+                    f"the gradient was not finite in {failures} steps in a row, up to step {step}: "
+                    "lower train.learning_rate, or look for broken rows in the data"
+                )
+
+
+def prepared_ahead(order: Order, first: int, end: int) -> Generator[StepBatches]:
+    """The batches of steps ``first`` to ``end`` - 1, counted from 0, each made in a thread while
+    the device computes the step before. They do not depend on when they are made."""
+    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
+        coming = thread.submit(order.step, first) if first < end else None
+        for step in range(first, end):
+            assert coming is not None
+            work = coming.result()
+            coming = thread.submit(order.step, step + 1) if step + 1 < end else None
+            yield work
 
 
 def _step(

@@ -3,7 +3,8 @@
 ``LossModule`` owns the forward pass and is itself what DDP or ``fully_shard`` wraps. Documents of a
 row are kept apart by a block mask of our own (additive float, 4-D: it means the same to every
 transformers version and attention implementation; position ids alone leak before 4.53).
-``probe`` proves both on the real model before the first step and falls back where they do not hold.
+``probe.probe`` proves both on the real model before the first step and falls back where they do not
+hold.
 """
 
 from __future__ import annotations
@@ -11,14 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dbx_llmtrain.worker.data import IGNORED, Batch, collate
+from dbx_llmtrain.worker.data import IGNORED
 from dbx_llmtrain.worker.masks import FULL, SLIDING, attention_window, block_mask
 
 _CHUNK_LOGITS = 1024 * 49152
@@ -113,18 +112,23 @@ def chunked_cross_entropy(
 
 
 class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
-    """A causal language model whose forward pass is its loss; every strategy wraps this.
+    """A language model whose forward pass is its loss; every strategy wraps this.
 
     Switches that the probe and the strategy set: ``own_logits`` takes the model's own logits
-    instead of the chunked loss, ``padded`` says that a batch holds one document a row (no mask is
-    passed: behind a causal model's back padding changes nothing), ``autocast`` is the compute type
-    where the weights are not cast by the wrapper. ``chunk_tokens``: positions of the loss done at
-    a time, by default as many as make 50 million logits.
+    instead of the chunked loss, ``padded`` says that a batch holds one document a row (a causal
+    model then needs no mask: behind its back padding changes nothing), ``autocast`` is the compute
+    type where the weights are not cast by the wrapper. ``masked``: the model predicts masked tokens
+    in place and sees to both sides; it gives a document's first token ``first_position``.
+    ``chunk_tokens``: positions of the loss done at a time, by
+    default as many as make 50 million logits.
     """
 
-    def __init__(self, model: Any, *, chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self, model: Any, *, masked: bool = False, chunk_tokens: int | None = None
+    ) -> None:
         super().__init__()
         self.model = model
+        self.masked = masked
         self.own_logits = False
         self.padded = False
         self.autocast: torch.dtype | None = None
@@ -136,10 +140,18 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         embedding = model.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
+        self.first_position = _first_position(model) if masked else 0
+
+    @property
+    def shift(self) -> int:
+        """How many places before a token the model predicts it."""
+        return 0 if self.masked else 1
 
     @property
     def decoder(self) -> Any:
         """The model without its head. (Not an attribute: it would be registered twice.)"""
+        if self.masked:
+            return self.model.base_model
         decoder = getattr(self.model, "get_decoder", lambda: None)()
         return self.model.base_model if decoder in (None, self.model) else decoder
 
@@ -177,14 +189,35 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
             if labels is None:
                 raise ValueError("labels are needed for the loss")
             if positions is None:
-                positions = trained_positions(labels)
-            targets = labels.flatten()[positions + 1]
+                positions = trained_positions(labels, self.shift)
+            targets = labels.flatten()[positions + self.shift]
             if self.own_logits:
                 chosen = self.model(**inputs).logits.flatten(0, 1)[positions]
+                return nn.functional.cross_entropy(chosen.float(), targets, reduction="sum")
+            if self.masked:
+                chosen = self._logits_at(inputs, positions)
                 return nn.functional.cross_entropy(chosen.float(), targets, reduction="sum")
             hidden = self.decoder(**inputs)[0].flatten(0, 1)[positions]
             head = self.model.get_output_embeddings()
             return chunked_cross_entropy(hidden, head, targets, chunk=self._chunk)
+
+    def _logits_at(self, inputs: dict[str, Any], positions: Tensor) -> Tensor:
+        """The model's own logits (K, V) at some places only: its head, which is more than one
+        matrix in masked models, is given the hidden states of no others."""
+
+        def choose(_: nn.Module, __: Any, output: Any) -> Any:
+            chosen = output[0].flatten(0, 1)[positions][None]
+            if isinstance(output, tuple):
+                return (chosen, *output[1:])
+            output.last_hidden_state = chosen
+            return output
+
+        hook = self.decoder.register_forward_hook(choose)
+        try:
+            logits: Tensor = self.model(**inputs).logits[0]
+        finally:
+            hook.remove()
+        return logits
 
     def _compute(self, device_type: str) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -196,35 +229,53 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         self, input_ids: Tensor, position_ids: Tensor | None, segment_ids: Tensor | None
     ) -> dict[str, Any]:
         """What the model is called with. A cache or a 2-D mask would switch packing off."""
-        inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-        if self.padded or segment_ids is None:
+        inputs: dict[str, Any] = {"input_ids": input_ids}
+        if not self.masked:
+            inputs["use_cache"] = False
+        if segment_ids is None or (self.padded and not self.masked):
             return inputs
+        if self.padded:
+            # A row of nothing but padding sees itself: it must see something.
+            real = segment_ids > 0
+            return inputs | {"attention_mask": (real | ~real.any(dim=1, keepdim=True)).long()}
         return inputs | {
-            "position_ids": position_ids,
+            "position_ids": None if position_ids is None else position_ids + self.first_position,
             "attention_mask": self._mask(segment_ids),
         }
 
     def _mask(self, segment_ids: Tensor) -> Tensor | dict[str, Tensor]:
         length = segment_ids.shape[1]
         dtype = self.autocast or self.model.get_input_embeddings().weight.dtype
-        window = self._window
+        window, causal = self._window, not self.masked
         if window is None or length <= window.tokens:
-            return block_mask(segment_ids, dtype)
+            everything = block_mask(segment_ids, dtype, causal=causal)
+            mixed = self.masked and window is not None and window.layers == "mixed"
+            return {FULL: everything, SLIDING: everything} if mixed else everything
         if window.layers == "unknown":
             raise ValueError(
                 f"a row of {length} tokens is longer than the attention window of "
                 f"{window.tokens}, and this version of transformers takes no mask for each kind "
                 f"of layer of {self.model.config.model_type}: only padded rows are right"
             )
-        near = block_mask(segment_ids, dtype, window.tokens)
+        near = block_mask(segment_ids, dtype, window.tokens, causal=causal)
         if window.layers == "all":
             return near
-        return {FULL: block_mask(segment_ids, dtype), SLIDING: near}
+        return {FULL: block_mask(segment_ids, dtype, causal=causal), SLIDING: near}
 
 
-def trained_positions(labels: Tensor) -> Tensor:
-    """Places in the flattened (B, L) batch whose next token is a label: (K,) int64."""
-    row, place = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
+def _first_position(model: Any) -> int:
+    """The position that a model gives its first token: 0, but in the family of RoBERTa the one
+    behind its padding index."""
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            return 0 if part.padding_idx is None else part.padding_idx + 1
+    return 0
+
+
+def trained_positions(labels: Tensor, shift: int = 1) -> Tensor:
+    """Places in the flattened (B, L) batch whose next token is a label (``shift`` 0: which are
+    labels themselves): (K,) int64."""
+    row, place = (labels[:, shift:] != IGNORED).nonzero(as_tuple=True)
     return row * labels.shape[1] + place
 
 
@@ -246,146 +297,3 @@ def inference(root: nn.Module) -> Iterator[None]:
             # loaded or stepped next would not be seen.
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """What the start-up probe found. Differences are relative to the size of the logits or loss.
-
-    ``reasons`` says in words what was fallen back from.
-    """
-
-    own_logits: bool
-    padded: bool
-    loss_difference: float
-    packing_difference: float
-    reasons: tuple[str, ...] = ()
-
-
-def probe(root: nn.Module, module: LossModule, *, device: str, max_length: int) -> ProbeResult:
-    """Prove on the real model that our loss is its loss and that packed documents stay apart.
-
-    Every rank calls it (``root`` is the wrapped ``module``) and all come to the same result. Where
-    the model's logits are not plainly ``head(hidden)`` (scaling, soft-cap), ``own_logits`` is
-    switched on; where documents of a row influence each other, or rows of ``max_length`` tokens
-    need a mask that cannot be given, ``padded``. Raises ``RuntimeError`` for a model whose logits
-    are not finite.
-    """
-    module.own_logits = module.padded = False
-    draw = np.random.default_rng(0)
-    vocabulary = module.model.get_input_embeddings().weight.shape[0]
-    documents = [draw.integers(0, vocabulary, length) for length in (7, 5, 9)]
-    other = [draw.integers(0, vocabulary, 7), *documents[1:]]
-    with inference(root):
-        separate = _separate_logits(root, documents, device)
-        exact = separate.dtype == torch.float32
-        packing, refusal = float("inf"), "no mask can express this model's attention windows"
-        if module.masks_reach(max_length):
-            packing, refusal = _packing_difference(root, module, separate, documents, other, device)
-        packing = _worst(packing, device)
-        module.padded = not packing <= (1e-4 if exact else 0.1)
-        loss = _worst(_loss_difference(root, module, documents, device), device)
-        module.own_logits = not loss <= (1e-5 if exact else 2e-2)
-    reasons = []
-    if module.padded:
-        cause = refusal or f"packed documents differ from separate ones by {packing:.1e}"
-        reasons.append(f"{cause}: every document is padded to a row of its own")
-    if module.own_logits:
-        reasons.append(
-            f"the model scales or caps what its head gives (by up to {loss:.0%}), so the loss is "
-            "taken from its own logits, which are held in memory"
-        )
-    return ProbeResult(module.own_logits, module.padded, loss, packing, tuple(reasons))
-
-
-def _batch_of(rows: list[list[Any]], device: str) -> Batch:
-    everything = [[(ids, np.ones(len(ids), np.bool_)) for ids in row] for row in rows]
-    return collate(everything, 0).to(device)
-
-
-def _logits(root: nn.Module, batch: Batch, *, alone: bool = False) -> Tensor:
-    inputs = batch.inputs()
-    if alone:
-        del inputs["segment_ids"], inputs["position_ids"]
-    logits: Tensor = root(**inputs, logits=True)
-    return logits
-
-
-def _separate_logits(root: nn.Module, documents: list[Any], device: str) -> Tensor:
-    """The model's own logits of each document by itself, without a mask of ours, end to end."""
-    single = [_logits(root, _batch_of([[ids]], device), alone=True)[0] for ids in documents]
-    separate = torch.cat(single)
-    if not torch.isfinite(separate).all():
-        raise RuntimeError("the model's logits are not finite before the first step")
-    return separate
-
-
-def _packing_difference(
-    root: nn.Module,
-    module: LossModule,
-    separate: Tensor,
-    documents: list[Any],
-    other: list[Any],
-    device: str,
-) -> tuple[float, str]:
-    """Packed against separate logits; and, where the model cannot do it at all, why.
-
-    A second pack with another first document shows a leak in any precision: what follows must not
-    change at all, and counts tenfold where it does.
-    """
-    if not module.takes_positions:
-        return float("inf"), "the model takes no position ids"
-    try:
-        packed, changed = (_logits(root, _batch_of([row], device))[0] for row in (documents, other))
-    except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        # Some families refuse a 4-D mask (GPT-2 before transformers 4.53). All ranks run the same
-        # batch, so all of them come here; trouble of the machine is another matter.
-        if isinstance(error, torch.OutOfMemoryError | torch.distributed.DistError):
-            raise
-        return float("inf"), f"the model refuses a block mask ({type(error).__name__}: {error})"
-    size = max(1.0, float(separate.abs().max()))
-    apart = (packed - separate).abs().max()
-    leak = (packed - changed)[len(documents[0]) :].abs().max()
-    return float(max(apart, 10 * leak)) / size, ""
-
-
-def _loss_difference(
-    root: nn.Module, module: LossModule, documents: list[Any], device: str
-) -> float:
-    """Our mean loss against that of the model's own logits, and the head's logits, enlarged,
-    against the model's (a soft-cap bends only large ones, a new model's are small)."""
-    head = module.model.get_output_embeddings()
-    if head is None or module.decoder is module.model:
-        return float("inf")
-    rows = [[ids] for ids in documents] if module.padded else [documents]
-    batch = _batch_of(rows, device)
-    heads: list[Tensor] = []
-
-    def enlarge(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        heads.append(output * 100)
-        return heads[-1]
-
-    logits = _logits(root, batch)
-    targets = batch.labels.flatten()[batch.positions + 1]
-    own = nn.functional.cross_entropy(logits.flatten(0, 1)[batch.positions].float(), targets)
-    ours = root(**batch.inputs()) / batch.trained
-    loss = float((ours - own).abs() / own.abs().clamp(min=1.0))
-    hook = head.register_forward_hook(enlarge)
-    try:
-        large = _logits(root, batch)
-    finally:
-        hook.remove()
-    if large.shape != heads[0].shape:
-        return float("inf")
-    size = heads[0].float().abs().max().clamp(min=1e-6)
-    return max(loss, float((large.float() - heads[0].float()).abs().max() / size))
-
-
-def _worst(value: float, device: str) -> float:
-    """The largest value of all ranks (a rank on its own: its value); not a number counts as inf."""
-    value = value if value == value else float("inf")
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=device)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-    return float(tensor)

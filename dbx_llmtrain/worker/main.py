@@ -32,7 +32,10 @@ def run(plan: RunPlan) -> RankResult:
         with open_world(use_gpu=plan.use_gpu) as world:
             report.phase("loading the model")
             network = model.load_model(
-                folders.model, attention=plan.attention, trusted=plan.config.model.trust_remote_code
+                folders.model,
+                attention=plan.attention,
+                objective=plan.config.data.objective,
+                trusted=plan.config.model.trust_remote_code,
             )
             model.check_same_weights(network)
             job = session.set_up(plan, world, network, folders, report)

@@ -10,27 +10,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def block_mask(segment_ids: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
+def block_mask(
+    segment_ids: Tensor, dtype: torch.dtype, window: int | None = None, *, causal: bool = True
+) -> Tensor:
     """Additive mask (B, 1, L, L): 0 where a token sees another, the type's lowest number elsewhere.
 
     A token sees itself and what stands before it in its own document, at most ``window`` tokens in
-    all. Padding is a document of its own: no row is without a visible token.
+    all; where not ``causal`` also what stands behind it, at most ``window`` tokens to either side.
+    Padding is a document of its own: no row is without a visible token.
     """
     import torch
 
     place = torch.arange(segment_ids.shape[1], device=segment_ids.device)
-    visible = place[:, None] >= place[None, :]
+    distance = place[:, None] - place[None, :]
+    visible = segment_ids[:, :, None] == segment_ids[:, None, :]
+    if causal:
+        visible = visible & (distance >= 0)
     if window is not None:
-        visible &= place[:, None] - place[None, :] < window
-    visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
+        visible = visible & (distance.abs() < window + (not causal))
     mask = torch.zeros(visible.shape, dtype=dtype, device=segment_ids.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min)[:, None]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Attention that reaches ``tokens`` back: in every layer (``all``), in some (``mixed``, told
-    apart by a dict of masks), or in a way that a mask of ours cannot express (``unknown``)."""
+    """Attention that reaches ``tokens`` back (where a model sees to both sides: to either): in
+    every layer (``all``), in some (``mixed``, told apart by a dict of masks), or in a way that a
+    mask of ours cannot express (``unknown``)."""
 
     tokens: int
     layers: Literal["all", "mixed", "unknown"]

@@ -17,8 +17,19 @@ from dbx_llmtrain.custom_code import load_from
 from dbx_llmtrain.errors import CheckpointError
 
 
-def load_model(folder: Path, *, attention: str, trusted: bool = False) -> nn.Module:
-    """The causal language model of a Hugging Face folder, on the CPU, ready to be trained.
+def model_class(objective: str) -> Any:
+    """The class of transformers that loads a model for a ``data.objective``."""
+    import transformers
+
+    masked = objective == "mlm"
+    return transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+
+
+def load_model(
+    folder: Path, *, attention: str, objective: str = "sft", trusted: bool = False
+) -> nn.Module:
+    """The language model of a Hugging Face folder, on the CPU, ready to be trained: a causal one,
+    or for the objective ``mlm`` one that predicts masked tokens.
 
     Weights are fp32 whatever the folder holds: AdamW's updates of a bf16 weight are mostly rounded
     away. No cache, because a cache switches the mask of packed rows off. ``attention`` is ``sdpa``,
@@ -28,12 +39,10 @@ def load_model(folder: Path, *, attention: str, trusted: bool = False) -> nn.Mod
     Raises ``CheckpointError`` when a weight is missing (it would be random) or has another shape,
     and when the model does not run with the ``attention`` that the plan asks for.
     """
-    from transformers import AutoModelForCausalLM
-
     with warnings.catch_warnings():
         # A contradicting generation configuration; it is repaired and reported for the export.
         warnings.filterwarnings("ignore", message=".*do_sample")
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_class(objective).from_pretrained(
             **load_from(folder, trusted=trusted),
             attn_implementation=None if attention == "auto" else attention,
             local_files_only=True,

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,11 +188,19 @@ class Reporter:
             self._emit("step", metrics)
         return True
 
-    def evaluated(self, report: EvalReport) -> None:
-        """The held-out rows were evaluated."""
-        self._say(f"step {self._step}: held-out loss {report.loss:.4f} over {report.rows} rows")
-        metrics = {"eval_loss": report.loss, "eval_perplexity": report.perplexity}
-        self._emit("eval", metrics, rows=report.rows, trained_tokens=report.trained_tokens)
+    def evaluated(self, reports: Mapping[str, EvalReport]) -> None:
+        """Held-out rows were evaluated: ``eval`` (all of them), ``eval_<name>`` each, or ``test``.
+
+        The event has the rows and tokens of the first.
+        """
+        metrics: dict[str, float] = {}
+        for name, report in reports.items():
+            which = "held-out" + name.removeprefix("eval").replace("_", " ", 1)
+            which = "test" if name == "test" else which
+            self._say(f"step {self._step}: {which} loss {report.loss:.4f} over {report.rows} rows")
+            metrics |= {f"{name}_loss": report.loss, f"{name}_perplexity": report.perplexity}
+        first = next(iter(reports.values()))
+        self._emit("eval", metrics, rows=first.rows, trained_tokens=first.trained_tokens)
         self._go_on()
 
     def saved(self, kind: Kind, path: Path) -> None:

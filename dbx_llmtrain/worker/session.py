@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,13 +20,16 @@ from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.text.prepared import Split
 from dbx_llmtrain.worker import checkpoint, export, node
 from dbx_llmtrain.worker.data import Order
-from dbx_llmtrain.worker.evaluate import evaluate
+from dbx_llmtrain.worker.evaluate import EvalReport, combined, evaluate
 from dbx_llmtrain.worker.export import Collected
 from dbx_llmtrain.worker.generation import Generation
 from dbx_llmtrain.worker.loop import StepReport, Window
-from dbx_llmtrain.worker.loss import LossModule, ProbeResult, probe
+from dbx_llmtrain.worker.loss import LossModule
+from dbx_llmtrain.worker.masking import Masking, make_masking
+from dbx_llmtrain.worker.model import load_tokenizer
 from dbx_llmtrain.worker.optim import build_optimizer
 from dbx_llmtrain.worker.parallel import Strategy, make_strategy
+from dbx_llmtrain.worker.probe import ProbeResult, probe
 from dbx_llmtrain.worker.reporting import Reporter
 from dbx_llmtrain.worker.world import World
 
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 
 EXPORT = "export"
 """Folder of the exported model in the run folder."""
+
+EVAL, TEST = "eval", "test"
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Job:
     strategy: Strategy
     optimizer: torch.optim.Optimizer
     order: Order
-    held_out: Split | None
+    held_out: Mapping[str, Split]
+    """Splits to evaluate, by name: ``eval`` or ``eval-<name>``, and ``test``."""
     probe: ProbeResult
     reporter: Reporter
 
@@ -77,6 +83,8 @@ class Progress:
     window: Window = field(default_factory=Window)
     initial_eval_loss: float | None = None
     eval_loss: float | None = None
+    losses: dict[str, float] = field(default_factory=dict)
+    """Last losses of the splits with a name: ``eval_<name>_loss``, ``test_loss``."""
     seconds_to_first_step: float | None = None
     saved: Path | None = None
     """The checkpoint that was saved last, or resumed from."""
@@ -140,23 +148,26 @@ def set_up(
     if world.size != plan.world_size:
         message = f"the plan is for {plan.world_size} ranks, the launcher started {world.size}"
         raise ClusterError([Finding("error", "launcher", message)])
-    train = plan.config.train
-    module = LossModule(model)
+    train, data = plan.config.train, plan.config.data
+    module = LossModule(model, masked=data.objective == "mlm")
     strategy = make_strategy(plan.strategy, world, plan.precision)
     root = strategy.wrap(module)
     optimizer = build_optimizer(model, train)
-    rows = Split(folders.data / "train")
-    held_out = Split(folders.data / "eval") if plan.data.eval_examples else None
-    longest = max(int(part.tokens.max(initial=1)) for part in (rows, held_out) if part is not None)
+    splits = {name: Split(folders.data, name) for name in plan.data.splits}
+    longest = max(int(part.tokens.max(initial=1)) for part in splits.values())
     probed = probe(root, module, device=world.device, max_length=longest)
     order = Order(
-        split=rows,
+        split=splits.pop("train"),
         seed=train.seed,
         global_batch=plan.global_batch_size,
         micro_batch=plan.micro_batch_size,
         rank=world.rank,
         world_size=world.size,
         padded=probed.padded,
+        shuffle=data.shuffle,
+        group_by_length=data.group_by_length,
+        longest_first=data.longest_first,
+        masking=_masking(plan, folders) if module.masked else None,
     )
     return Job(
         plan=plan,
@@ -167,9 +178,18 @@ def set_up(
         strategy=strategy,
         optimizer=optimizer,
         order=order,
-        held_out=held_out,
+        held_out=splits,
         probe=probed,
         reporter=reporter,
+    )
+
+
+def _masking(plan: RunPlan, folders: Folders) -> Masking:
+    return make_masking(
+        load_tokenizer(folders.model, trusted=plan.config.model.trust_remote_code),
+        seed=plan.config.train.seed,
+        probability=plan.config.data.mlm_probability,
+        vocab_size=plan.model.vocab_size,
     )
 
 
@@ -214,7 +234,7 @@ def _seed(seed: int, rank: int, start: int) -> None:
 
 def evaluate_first(job: Job, progress: Progress) -> None:
     """The held-out loss before the first step; a resumed run knows it already."""
-    if job.held_out is not None and progress.step == 0 and progress.initial_eval_loss is None:
+    if progress.step == 0 and progress.initial_eval_loss is None:
         progress.initial_eval_loss = _evaluate(job, progress)
 
 
@@ -242,24 +262,38 @@ def finish_step(job: Job, progress: Progress, report: StepReport) -> None:
 
 
 def evaluate_last(job: Job, progress: Progress) -> None:
-    """The held-out loss after the last step."""
+    """The held-out losses after the last step, and that of the test rows."""
     _evaluate(job, progress)
+    if TEST in job.held_out:
+        report = _evaluate_split(job, TEST)
+        job.reporter.evaluated({TEST: report})
+        progress.losses[f"{TEST}_loss"] = report.loss
 
 
 def _evaluate(job: Job, progress: Progress) -> float | None:
-    if job.held_out is None:
+    """The mean loss over the tokens of all evaluation splits; each is reported."""
+    names = [name for name in sorted(job.held_out) if name != TEST]
+    if not names:
         return None
-    job.reporter.phase("evaluating")
-    report = evaluate(
+    reports = {name: _evaluate_split(job, name) for name in names}
+    whole = combined(list(reports.values()))
+    named = {name.replace("-", "_", 1): found for name, found in reports.items() if name != EVAL}
+    job.reporter.evaluated({EVAL: whole} | named)
+    progress.eval_loss = whole.loss
+    progress.losses |= {f"{name}_loss": report.loss for name, report in named.items()}
+    return whole.loss
+
+
+def _evaluate_split(job: Job, name: str) -> EvalReport:
+    job.reporter.phase("testing" if name == TEST else "evaluating")
+    return evaluate(
         job.root,
-        job.held_out,
+        job.held_out[name],
         job.world,
         micro_batch=job.plan.micro_batch_size,
         padded=job.probe.padded,
+        masking=job.order.masking,
     )
-    job.reporter.evaluated(report)
-    progress.eval_loss = report.loss
-    return report.loss
 
 
 def save(job: Job, progress: Progress) -> None:
@@ -285,7 +319,13 @@ def collect_export(job: Job) -> Collected | None:
     if not job.plan.config.checkpoint.export:
         return None
     job.reporter.phase("exporting")
-    return export.collect(job.root, job.model, job.folders.model, job.world)
+    return export.collect(
+        job.root,
+        job.model,
+        job.folders.model,
+        job.world,
+        objective=job.plan.config.data.objective,
+    )
 
 
 def write_export(job: Job, collected: Collected | None, generation: Generation) -> str | None:
@@ -299,6 +339,7 @@ def write_export(job: Job, collected: Collected | None, generation: Generation) 
         generation=generation,
         scratch=job.folders.scratch,
         trusted=job.plan.config.model.trust_remote_code,
+        chat_template=job.plan.data.chat_template,
     )
     job.reporter.saved("export", target)
     return str(target)
@@ -319,6 +360,7 @@ def measure(job: Job, progress: Progress) -> dict[str, float]:
         "peak_memory_bytes": float(memory),
         "seconds_to_first_step": progress.seconds_to_first_step,
         "skipped_steps": float(progress.seen.skipped),
+        **progress.losses,
     }
     return {name: value for name, value in metrics.items() if value is not None}
 

@@ -31,6 +31,7 @@ from dbx_llmtrain.worker import node, output
 
 TRAINER = "dbx_llmtrain.worker.main"
 RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 LOGS = "logs"
 GRACE_S = 5.0
 """A trainer that was told to end is killed after so long."""
@@ -103,18 +104,20 @@ def run(
     if ending is None:
         ending = Ending(1, False, time.time(), error=capture.text(), traceback=capture.traceback())
         write_record(job, ending)
+    remove_error_folder()
     if ending.exit_code != 0:
-        forget_arguments(at_end=True)
+        forget_arguments(at_end=True, stopped=ending.stopped)
         raise SystemExit(1)
     return {"rank": job.rank}
 
 
-def forget_arguments(*, at_end: bool) -> None:
+def forget_arguments(*, at_end: bool, stopped: bool = False) -> None:
     """Delete the file in which the launcher left this function's arguments, secrets included.
 
     The launcher deletes its folder at the end, unless it is killed, as Spark does when another
     rank has failed. A rank with a launcher of its own deletes the file at once and, if it failed,
-    the folder; ranks that share one delete the file at the end, since another may not have read it.
+    the folder; ranks that share one delete the file at the end, since another may not have read it,
+    and the folder when the run was ``stopped``: the launcher may be gone, and does without it.
     """
     alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
     script = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
@@ -125,8 +128,24 @@ def forget_arguments(*, at_end: bool) -> None:
         if found and Path(found[1]).parent == script.parent:
             if alone or at_end:
                 Path(found[1]).unlink(missing_ok=True)
-            if alone and at_end:
+            if at_end and (alone or stopped):
                 shutil.rmtree(script.parent, ignore_errors=True)
+
+
+def remove_error_folder() -> None:
+    """Delete this rank's part of the folder that torch's launcher makes in the temporary folder and
+    leaves there: its place for an error report, which nobody writes here. Only empty folders go, so
+    that those of ranks which still run stay; the last rank's takes the whole along. The launcher
+    looks for a report when a rank has failed, and takes a missing one for none."""
+    file = Path(os.environ.get(_ERROR_FILE, ""))
+    root = next((path for path in file.parents if path.name.startswith("torchelastic_")), None)
+    if root is None or root.parent != Path(tempfile.gettempdir()):
+        return
+    with node.Capture():
+        for path in file.parents:
+            path.rmdir()
+            if path == root:
+                return
 
 
 def _supervise(job: Job, parent: int) -> Ending:

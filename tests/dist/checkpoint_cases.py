@@ -21,7 +21,7 @@ from dbx_llmtrain.worker.generation import check_generation_config
 from dbx_llmtrain.worker.loop import train_steps
 from dbx_llmtrain.worker.model import check_same_weights, load_model
 from tests import tiny
-from tests.dist.cases import Context, Run, whole
+from tests.dist.runs import Context, Run, whole
 
 IDENTITY = {"data": "d", "model": "m"}
 STRATEGIES = ("ddp", "fsdp")

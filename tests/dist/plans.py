@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,31 @@ def plan(
     export: bool = True,
     rows: Sequence[Example] | None = None,
     held_out: Sequence[Example] | None = None,
+    more: Mapping[str, Sequence[Example]] | None = None,
+    data: dict[str, Any] | None = None,
     model: Path | None = None,
     **changes: Any,
 ) -> RunPlan:
     """A plan for one rank: 8 rows, 3 a step, one at a time, 8 steps, so 2 epochs and 2 steps.
 
-    Model and data lie in ``folder`` and are made when they are not there.
+    ``more``: further splits by name; ``data``: fields of the data section. Model and data lie in
+    ``folder`` and are made when they are not there.
     """
     model = model or model_folder(folder / "model")
     prepared = tiny.prepared(
-        folder / f"data-{name}", train=rows, held_out=held_out, packing=False
+        folder / f"data-{name}", train=rows, held_out=held_out, more=more, packing=False
     ).model_copy(update={"end_tokens": (END,)})
-    same_rows = prepared.artifact.model_copy(update={"fingerprint": "rows" if not rows else name})
+    same_rows = prepared.artifact.model_copy(
+        update={"fingerprint": "rows" if not (rows or more) else name}
+    )
     prepared = prepared.model_copy(update={"artifact": same_rows})
     settings = {"max_steps": 8, "global_batch_size": 3, "learning_rate": 1e-2} | (train or {})
     values: dict[str, Any] = {
-        "config": sample.config(train=settings, checkpoint={"every": every, "export": export}),
+        "config": sample.config(
+            train=settings,
+            checkpoint={"every": every, "export": export},
+            data={"train": "/data/train.jsonl"} | (data or {}),
+        ),
         "attempt": f"attempt-{name}",
         "strategy": "single",
         "world_size": 1,

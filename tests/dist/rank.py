@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from dbx_llmtrain.worker.world import leave_process, open_world
-from tests.dist.cases import Context
 from tests.dist.launch import TIMEOUT
+from tests.dist.runs import Context
 
 
 def main() -> None:

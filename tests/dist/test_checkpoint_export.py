@@ -19,8 +19,8 @@ from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.world import World, open_world
 from tests import tiny
 from tests.dist import checkpoint_cases as cases
-from tests.dist.cases import Context
 from tests.dist.launch import launch
+from tests.dist.runs import Context
 
 pytestmark = pytest.mark.dist
 

@@ -362,7 +362,7 @@ def test_another_number_of_ranks_than_planned_is_refused(tmp_path: Path) -> None
 
 
 def test_c17_a_step_without_trained_tokens_is_skipped_and_counted(tmp_path: Path) -> None:
-    rows = [*tiny.examples((6, 7)), Example([5, 6, 7], [False] * 3, "silent")]
+    rows = [*tiny.examples((6, 7)), Example([5, 6, 7], [False] * 3)]
     train = {"max_steps": 3, "global_batch_size": 1}
     plan = plans.plan(tmp_path, rows=rows, export=False, train=train)
     result = run(plan)

@@ -55,6 +55,21 @@ def test_c26_packed_rows_give_the_same_gradient(results: Results) -> None:
     assert results["packed"]["gradient"] < 1e-6
 
 
+@pytest.mark.parametrize("model", ["bert", "roberta", "modernbert"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_c32_masked_tokens_give_the_same_gradient_and_loss(
+    results: Results, model: str, packing: bool
+) -> None:
+    """Every rank knows how many tokens are hidden in the whole step."""
+    cuts = [f for name, f in results["masked"].items() if name.startswith(f"{model}-{packing}-")]
+    assert len(cuts) == 2
+    for found in cuts:
+        assert found["gradient"] < 1e-6
+        assert found["loss"] < 1e-6
+        assert found["held_out"] < 1e-6
+        assert found["totals"] == [found["counted"]]
+
+
 def test_c39_gradients_travel_once_per_step(world: World, results: Results) -> None:
     """One bucket of DDP; two blocks and the root of FSDP; nothing where there is one shard."""
     expected = {"single": 0, "ddp": 1, "fsdp": 3 if world[1] > 1 else 0}[world[0]]

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from dbx_llmtrain.text.prepared import Example, Split, write_split
+from dbx_llmtrain.text.prepared import (
+    Example,
+    PackRules,
+    PartWriter,
+    Split,
+    write_packs,
+    write_split,
+)
 from dbx_llmtrain.worker.data import (
     IGNORED,
     Order,
@@ -138,6 +145,114 @@ def test_c33_the_last_window_of_an_epoch_is_short_and_not_lost(tmp_path: Path) -
     order = Order(_split(tmp_path, 7), 0, 3, 1)
     assert order.steps_per_epoch == 3
     assert [len(order.step(step).batches) for step in range(6)] == [3, 3, 1, 3, 3, 1]
+
+
+ARRANGEMENTS = [
+    {},
+    {"shuffle": False},
+    {"group_by_length": True},
+    {"longest_first": True},
+    {"group_by_length": True, "longest_first": True},
+]
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=str)
+@pytest.mark.parametrize("count", [3, 4, 41, 230])
+def test_c29_however_it_is_ordered_an_epoch_has_every_row_once(
+    tmp_path: Path, count: int, arrangement: dict[str, bool]
+) -> None:
+    order = Order(_split(tmp_path, count), 5, 4, 2, **arrangement)
+    for epoch in range(3):
+        first = epoch * order.steps_per_epoch
+        steps = [order.examples(first + step).tolist() for step in range(order.steps_per_epoch)]
+        assert [len(step) for step in steps[:-1]] == [4] * (len(steps) - 1)
+        assert sorted(row for step in steps for row in step) == list(range(count))
+
+
+def test_without_shuffling_the_source_s_order_is_kept_in_every_epoch(tmp_path: Path) -> None:
+    order = Order(_split(tmp_path, 10), 5, 4, 2, shuffle=False)
+    for epoch in range(2):
+        steps = [order.examples(3 * epoch + step).tolist() for step in range(3)]
+        assert steps == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_grouping_puts_like_lengths_in_a_step_and_mixes_the_steps(tmp_path: Path) -> None:
+    split = _split(tmp_path, 230)
+    spreads = {}
+    for grouped in (False, True):
+        order = Order(split, 5, 4, 2, group_by_length=grouped)
+        steps = [split.tokens[order.examples(step)] for step in range(order.steps_per_epoch)]
+        spreads[grouped] = sum(int(step.max() - step.min()) for step in steps)
+        means = [float(step.mean()) for step in steps]
+        assert means != sorted(means)
+        assert means != sorted(means, reverse=True)
+    assert spreads[True] < spreads[False] / 10
+    # Another epoch has other steps, the same seed the same ones.
+    rows = [order.examples(step).tolist() for step in range(order.steps_per_epoch)]
+    again = Order(split, 5, 4, 2, group_by_length=True)
+    assert [again.examples(step).tolist() for step in range(order.steps_per_epoch)] == rows
+    other = {tuple(sorted(order.examples(order.steps_per_epoch + step))) for step in range(58)}
+    assert len(other & {tuple(sorted(step)) for step in rows}) < 10
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_longest_examples_come_first_in_the_first_epoch_alone(
+    tmp_path: Path, grouped: bool
+) -> None:
+    split = _split(tmp_path, 41)
+    order = Order(split, 5, 4, 2, longest_first=True, group_by_length=grouped)
+    first = split.tokens[order.examples(0)]
+    assert sorted(first) == sorted(split.tokens)[-4:]
+    assert order.examples(order.steps_per_epoch).tolist() != order.examples(0).tolist()
+
+
+def test_any_step_can_be_looked_up_without_those_before_it(tmp_path: Path) -> None:
+    split = _split(tmp_path, 41)
+    for arrangement in ARRANGEMENTS:
+        run = Order(split, 5, 4, 2, **arrangement)
+        rows = [run.examples(step).tolist() for step in range(33)]
+        assert Order(split, 5, 4, 2, **arrangement).examples(32).tolist() == rows[32]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_c36_c37_rows_are_seen_once_whatever_parts_and_ranks_there_are(
+    tmp_path: Path, world_size: int
+) -> None:
+    """There are no iterable data sets and no reading processes: every rank maps all parts (here 3)
+    and looks its rows up by number, so neither shards nor workers can be counted wrongly."""
+    rows = tiny.examples([3 + 5 * i % 17 for i in range(13)])
+    index = []
+    for number in range(3):
+        name = f"{number}.arrow"
+        index.append(tmp_path / "index" / name)
+        with PartWriter(tmp_path / "rows" / name, index[-1]) as part:
+            for place in range(number, 13, 3):
+                part.write(rows[place], key=f"{place:032x}", order=place, split="train")
+    write_packs(tmp_path, index, "train", PackRules(32, "none"))
+    seen: Counter[tuple[int, ...]] = Counter()
+    for rank in range(world_size):
+        order = Order(Split(tmp_path), 0, 4, 2, rank=rank, world_size=world_size)
+        for step in range(order.steps_per_epoch):
+            for batch in order.step(step).batches:
+                seen.update(tuple(row.tolist()) for row in _rows_of(batch))
+    assert seen == Counter(tuple(row.input_ids) for row in rows)
+
+
+def test_c82_ranks_are_disjoint_whatever_the_accumulation(tmp_path: Path) -> None:
+    split = _split(tmp_path, 41)
+    for step in range(12):
+        for micro_batch in (1, 3):
+            found = [
+                tuple(row.tolist())
+                for rank in range(2)
+                for batch in Order(split, 5, 8, micro_batch, rank=rank, world_size=2)
+                .step(step)
+                .batches
+                for row in _rows_of(batch)
+            ]
+            wanted = Order(split, 5, 8, 1).examples(step)
+            rows = [tuple(split.documents(int(row))[0][0].tolist()) for row in wanted]
+            assert found == rows
 
 
 def test_the_next_epoch_follows_on(tmp_path: Path) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dbx_llmtrain.text.prepared import Example, Split, write_split
-from dbx_llmtrain.worker.evaluate import evaluate, perplexity
+from dbx_llmtrain.worker.data import share_batches, shares
+from dbx_llmtrain.worker.evaluate import combined, evaluate, perplexity
 from dbx_llmtrain.worker.loss import LossModule
+from dbx_llmtrain.worker.masks import block_mask
 from tests import reference, tiny
 from tests.unit.test_loop import ALONE, Run
 
@@ -63,6 +66,58 @@ def test_c51_training_and_evaluation_count_the_same_row_alike(tmp_path: Path) ->
     (report,) = run.steps()
     assert evaluated.trained_tokens == report.trained
     assert abs(evaluated.loss - report.loss) < 1e-6
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_c51_a_row_has_the_same_tokens_labels_and_mask_in_both_splits(
+    tmp_path: Path, packing: str
+) -> None:
+    rows = tiny.examples(LENGTHS, seed=1)
+    for name in ("train", "eval"):
+        write_split(tmp_path, rows, max_length=48, packing=packing, split=name, in_order=False)
+    first, second = (
+        share_batches(split, shares(np.arange(len(split)), 1), 0, micro_batch=3)
+        for split in (Split(tmp_path, "train"), Split(tmp_path, "eval"))
+    )
+    assert len(first) == len(second) > 0
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(value, other.inputs()[name]) for name, value in one.inputs().items())
+        masks = [block_mask(batch.segment_ids, torch.float32) for batch in (one, other)]
+        assert torch.equal(*masks)
+
+
+def test_c47_several_splits_together_weigh_by_token(tmp_path: Path) -> None:
+    rows = tiny.examples(LENGTHS, seed=1)
+    module = LossModule(tiny.llama())
+    reports = []
+    for name, part in {"eval-a": rows[:2], "eval-b": rows[2:], "eval-c": rows[:0]}.items():
+        write_split(tmp_path, part, max_length=64, packing=True, split=name)
+        reports.append(evaluate(module, Split(tmp_path, name), ALONE, micro_batch=2))
+    whole = combined(reports)
+    expected = float(reference.mean_loss(module.model, rows).detach())
+    assert abs(whole.loss - expected) < 1e-6
+    assert whole.perplexity == pytest.approx(math.exp(expected), rel=1e-6)
+    assert (whole.rows, whole.trained_tokens) == (7, sum(sum(row.trained[1:]) for row in rows))
+    assert combined(reports[:1]) is reports[0]
+    assert math.isnan(combined([reports[2], reports[2]]).loss)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+def test_c47_rows_that_were_cut_are_counted_by_their_pieces(tmp_path: Path, packing: str) -> None:
+    rows = [Example(row.input_ids, [True] * len(row.trained)) for row in tiny.examples((30, 20, 7))]
+    stats = write_split(tmp_path, rows, max_length=8, packing=packing, split_long=True)
+    pieces = [
+        Example(ids.tolist(), marks.tolist())
+        for split in [Split(tmp_path)]
+        for example in range(len(split))
+        for ids, marks in split.documents(example)
+    ]
+    assert sum(len(piece.input_ids) for piece in pieces) == 57
+    module = LossModule(tiny.llama())
+    report = evaluate(module, Split(tmp_path), ALONE, micro_batch=2)
+    scored = [piece for piece in pieces if len(piece.input_ids) > 1]
+    assert abs(report.loss - float(reference.mean_loss(module.model, scored).detach())) < 1e-6
+    assert report.rows == stats.documents == len(pieces) > stats.rows == 3
 
 
 def test_rows_without_a_trained_token_have_no_loss(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.worker.export import Collected, gather, source_dtype, write_export
 from dbx_llmtrain.worker.generation import check_generation_config
-from dbx_llmtrain.worker.model import load_model
+from dbx_llmtrain.worker.model import load_model, load_tokenizer
 from dbx_llmtrain.worker.world import World
-from tests import tiny
+from tests import tiny, words
 from tests.unit.test_model import _bf16
 
 END_OF_TURN = 4
@@ -134,6 +134,27 @@ def test_c94_other_weights_than_those_trained_are_refused(tmp_path: Path) -> Non
             )
     assert not (tmp_path / "export").exists()
     assert not any((tmp_path / "scratch").iterdir())
+
+
+@pytest.mark.parametrize("template", [None, tiny.CHATML, {"default": "x", "tool_use": "y"}])
+def test_the_template_that_the_model_was_trained_with_is_exported(
+    tmp_path: Path, template: Any
+) -> None:
+    source = tiny.model_folder(tmp_path / "source", chat_template=template)
+    given = words.TOOLS + "\n"
+    target = write_export(
+        tmp_path / "export",
+        collected=_collect(source, _trained(source)),
+        source=source,
+        generation=check_generation_config(source, ()),
+        scratch=tmp_path / "scratch",
+        chat_template=given,
+    )
+    tokenizer = load_tokenizer(target)
+    assert tokenizer.chat_template == given
+    example = words.encode(tokenizer, words.chat("a", "b"))
+    trained = words.encode(load_tokenizer(source), words.chat("a", "b"), chat_template=given)
+    assert example == trained
 
 
 def test_c95_tied_weights_are_written_once(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from dbx_llmtrain.sections import OptimConfig
 from dbx_llmtrain.text.prepared import Example, Split, write_split
 from dbx_llmtrain.worker import loop
 from dbx_llmtrain.worker.data import Order
-from dbx_llmtrain.worker.loop import StepReport, Window, back_propagate, train_steps
+from dbx_llmtrain.worker.loop import StepReport, Window, back_propagate, prepared_ahead, train_steps
 from dbx_llmtrain.worker.loss import LossModule
 from dbx_llmtrain.worker.optim import build_optimizer
 from dbx_llmtrain.worker.parallel import make_strategy
@@ -67,7 +69,31 @@ class Run:
 
 
 def _silent(count: int) -> list[Example]:
-    return [Example([5, 6, 7, 8], [False] * 4, str(i)) for i in range(count)]
+    return [Example([5, 6, 7, 8], [False] * 4) for i in range(count)]
+
+
+def test_batches_are_made_a_step_ahead_and_are_the_same(tmp_path: Path) -> None:
+    order = Run(tmp_path, tiny.examples()).order
+    before = threading.active_count()
+    ahead = prepared_ahead(order, 1, 5)
+    found = list(ahead)
+    assert threading.active_count() == before
+    for step, work in enumerate(found, start=1):
+        expected = order.step(step)
+        assert work.trained_total == expected.trained_total
+        for one, other in zip(work.batches, expected.batches, strict=True):
+            assert torch.equal(one.input_ids, other.input_ids)
+            assert torch.equal(one.labels, other.labels)
+    assert list(prepared_ahead(order, 3, 3)) == []
+
+
+def test_a_step_that_cannot_be_made_ends_the_run_and_its_thread(tmp_path: Path) -> None:
+    run = Run(tmp_path, tiny.examples(), steps=3)
+    run.order = replace(run.order, micro_batch=0)
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="must not be zero"):
+        list(run.steps())
+    assert threading.active_count() == before
 
 
 def test_c53_the_loss_falls(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import transformers
 
 from dbx_llmtrain.text.prepared import Example
 from dbx_llmtrain.worker.data import IGNORED, Batch, collate, empty_batch
-from dbx_llmtrain.worker.loss import LossModule, chunked_cross_entropy, inference, probe
+from dbx_llmtrain.worker.loss import LossModule, chunked_cross_entropy, inference
 from dbx_llmtrain.worker.masks import Window, attention_window, block_mask
+from dbx_llmtrain.worker.probe import probe
 from tests import reference, tiny
 
 NAMES = {"llama": tiny.llama, "tied": lambda: tiny.llama(tied=True), "gpt2": tiny.gpt2}
@@ -83,7 +84,7 @@ def test_loss_and_gradients_are_the_textbooks(name: str) -> None:
 
 
 def test_c14_the_mean_is_over_labels_after_the_shift() -> None:
-    rows = [Example(list(range(5, 12)), [True] * 7, str(i)) for i in range(3)]
+    rows = [Example(list(range(5, 12)), [True] * 7) for i in range(3)]
     batch = _separate(rows)
     assert batch.trained == 3 * (7 - 1) == int((batch.labels[:, 1:] != IGNORED).sum())
 
@@ -139,6 +140,22 @@ def test_c20_padding_changes_nothing(name: str, pads: int) -> None:
     wide_loss, wide = _gradients(module, _wider(batch, pads))
     assert abs(wide_loss - loss) < 1e-6
     assert reference.difference(wide, found) < 1e-6
+
+
+@pytest.mark.parametrize("multiple", [8, 64])
+def test_c21_width_in_multiples_changes_nothing(multiple: int) -> None:
+    """Batches are trimmed to their longest row; wider ones, as others make them, are the same."""
+    module = _module(tiny.llama())
+    batch = _separate(tiny.examples((7, 5, 9)), pad_id=2)
+    assert batch.input_ids.shape[1] == 9
+    wide = _wider(batch, -9 % multiple, pad_id=2)
+    assert wide.input_ids.shape[1] % multiple == 0
+    padding = wide.segment_ids == 0
+    assert set(wide.input_ids[padding].tolist()) == {2}
+    assert set(wide.labels[padding].tolist()) == {IGNORED}
+    (loss, found), (wide_loss, other) = (_gradients(module, each) for each in (batch, wide))
+    assert abs(wide_loss - loss) < 1e-6
+    assert reference.difference(other, found) < 1e-6
 
 
 def test_c2_the_pad_id_changes_nothing_bitwise() -> None:
@@ -412,6 +429,39 @@ class TestProbe:
         rows = tiny.examples((3, 7, 5))
         expected_loss, _ = reference.gradients(module.model, rows)
         assert abs(_gradients(module, _separate(rows))[0] - expected_loss) < 1e-6
+
+    @pytest.mark.skipif(
+        not hasattr(transformers, "GptOssConfig"), reason="transformers has no gpt_oss before 4.55"
+    )
+    @pytest.mark.filterwarnings("ignore")
+    def test_c25_a_family_that_ignores_positions_is_packed_by_our_mask(self) -> None:
+        """gpt_oss mixes documents where positions alone are to keep them apart."""
+        config = transformers.GptOssConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            max_position_embeddings=128,
+            pad_token_id=None,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        torch.manual_seed(0)
+        module = _module(transformers.GptOssForCausalLM(config).float())
+        result = probe(module, module, device="cpu", max_length=64)
+        assert not result.padded
+        assert result.packing_difference < 1e-5
+        rows = tiny.examples((7, 20, 9))
+        loss, found = _gradients(module, _separate(rows))
+        packed_loss, packed = _gradients(module, _packed(rows))
+        assert abs(packed_loss - loss) < 1e-5
+        assert reference.difference(packed, found) < 1e-5
 
     def test_a_mask_without_effect_is_noticed(self) -> None:
         module = _module(tiny.llama())
