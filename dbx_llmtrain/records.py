@@ -89,13 +89,14 @@ class FileEntry(Record):
 
 
 class Artifact(Record):
-    """A folder that every node needs on its own disk: the model or the prepared data.
+    """A folder that every node needs on its own disk: the model, the prepared data, or for
+    preparing it the tokenizer.
 
     ``source`` is on storage that every node sees; ``fingerprint`` names the content and is the
     folder's name on each node (``<local_dir>/<kind>/<fingerprint>``).
     """
 
-    kind: Literal["models", "data"]
+    kind: Literal["models", "tokenizers", "data"]
     source: str
     fingerprint: str
     files: tuple[FileEntry, ...]
@@ -109,36 +110,105 @@ class Artifact(Record):
 class Audit(Record):
     """Where every row and token of the data went.
 
-    ``read_rows == train_rows + eval_rows + sum(dropped.values())``. Token counts are of the
-    training rows: ``tokens`` all of them, ``trained_tokens`` those with a label (a document's first
-    token never has one), ``trained_end_tokens`` the end tokens among them.
+    ``read_rows == train_rows + eval_rows + test_rows + sum(dropped.values())``; a training source
+    of weight w counts as read w times. A row may give several examples (``train_examples``), of
+    which some may be left out (``dropped_examples``, by reason). Token counts are of the training
+    rows: ``tokens`` all of them, ``trained_tokens`` those with a label (a document's first token
+    never has one), ``trained_end_tokens`` the end tokens among them. ``lengths`` counts the
+    training examples by their tokens: entry i those of 2**i up to 2**(i+1) - 1.
+
+    Of all splits: ``truncated_rows``, ``cut_tokens`` (cut away from them) and ``dropped_tokens``
+    (those of rows, examples and pieces that were left out after they were encoded; rows that no
+    weight took are not). ``source_rows`` counts every row of the sources once.
     """
 
     read_rows: int
+    source_rows: int = 0
     train_rows: int
     eval_rows: int
+    test_rows: int = 0
+    train_examples: int = 0
     dropped: dict[str, int] = Field(default_factory=dict)
+    dropped_examples: dict[str, int] = Field(default_factory=dict)
     truncated_rows: int = 0
+    cut_tokens: int = 0
+    dropped_tokens: int = 0
     tokens: int
     trained_tokens: int
     trained_end_tokens: int = 0
     packs: int
     packing_efficiency: float
+    lengths: tuple[int, ...] = ()
+
+
+class SplitInfo(Record):
+    """A split of a prepared data set: ``examples`` (packs) that a step counts, the ``rows`` in
+    them, ``tokens``, and ``trained`` tokens after the shift.
+
+    ``tokens + cut_tokens + dropped_tokens`` were encoded for it: ``cut_tokens`` are those cut away
+    from its ``truncated_rows``, ``dropped_tokens`` those of what was left out. ``rows_in_train`` of
+    its rows (by content) are in the training split too.
+    """
+
+    examples: int
+    rows: int
+    tokens: int
+    trained: int
+    truncated_rows: int = 0
+    cut_tokens: int = 0
+    dropped_tokens: int = 0
+    rows_in_train: int = 0
 
 
 class PreparedData(Record):
-    """A prepared data set: the folder's artifact, what is in it, and the audit."""
+    """A prepared data set: the folder's artifact, what is in it, and the audit.
+
+    ``splits`` has ``train``, and where rows are held out ``eval`` (or ``eval-<name>`` each) and
+    ``test``; a split is the folder of that name in the data set.
+    """
 
     artifact: Artifact
     audit: Audit
     format: str
-    train_examples: int
-    eval_examples: int
-    eval_rows: int
+    splits: dict[str, SplitInfo]
     sources: dict[str, str]
-    """Role (``train``, ``eval``) to the source as the user gave it."""
+    """Role (``train``, ``eval``, ``eval-<name>``, ``test``) to its sources as they were given."""
     end_tokens: tuple[int, ...] = ()
     """Ids of the trained tokens that end an answer: generation has to stop at each of them."""
+    chat_template: str | None = None
+    """Text of the template that took the place of the tokenizer's own; the export has it too."""
+
+    @property
+    def eval_splits(self) -> tuple[str, ...]:
+        """Names of the splits that are evaluated during training."""
+        return tuple(sorted(name for name in self.splits if name.partition("-")[0] == "eval"))
+
+    @property
+    def train_examples(self) -> int:
+        """Examples of the training split."""
+        return self.splits["train"].examples
+
+    @property
+    def eval_examples(self) -> int:
+        """Examples of all evaluation splits."""
+        return sum(self.splits[name].examples for name in self.eval_splits)
+
+    @property
+    def eval_rows(self) -> int:
+        """Held-out rows of all evaluation splits."""
+        return sum(self.splits[name].rows for name in self.eval_splits)
+
+    def __repr__(self) -> str:
+        from dbx_llmtrain.display import data_text
+
+        return data_text(self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        from dbx_llmtrain.display import data_html
+
+        return data_html(self)
 
 
 class ModelInfo(Record):

@@ -53,8 +53,8 @@ class Outcome:
 def session(spark: SparkSession | None = None) -> SparkSession:
     """The given session, else the active one.
 
-    Raises ``ClusterError`` where there is none, and for Spark Connect (standard access mode,
-    serverless), which cannot reach the nodes.
+    Raises ``ClusterError`` where there is none or it has been stopped, and for Spark Connect
+    (standard access mode, serverless), which cannot reach the nodes.
     """
     try:
         from pyspark.sql import SparkSession
@@ -74,7 +74,22 @@ def session(spark: SparkSession | None = None) -> SparkSession:
             "this is a Spark Connect session (standard access mode or serverless), which cannot "
             "start training on the nodes: use a classic compute with dedicated access mode"
         )
+    if _is_stopped(found):
+        raise _no_session(
+            "this Spark session has been stopped: make a new one (a cluster's notebook gets one "
+            "when it is attached again)"
+        )
     return found
+
+
+def _is_stopped(spark: SparkSession) -> bool:
+    """Whether the session's context has been stopped, here or in the JVM, or the JVM is gone."""
+    context = getattr(spark, "_sc", None)
+    if context is None:
+        return False
+    with node.Capture() as capture:
+        return context._jsc is None or bool(context._jsc.sc().isStopped())
+    return capture.error is not None
 
 
 def _no_session(message: str) -> ClusterError:
@@ -155,7 +170,7 @@ def run_on_nodes(
     if preflight.is_local(sc.master):
         return run_here(target, args)
     deadline = time.monotonic() + timeout_s
-    _wait_for_executors(sc, deadline)
+    wait_for_executors(sc, deadline)
     answers: dict[str, Outcome] = {}
     job, hold_s = uuid.uuid4().hex, _FIRST_HOLD_S
     while True:
@@ -211,7 +226,8 @@ def _round(sc: SparkContext, args: tuple[Any, ...], deadline: float) -> dict[str
     try:
         ended = job.wait(deadline - time.monotonic())
     except BaseException:
-        job.cancel()
+        with node.Capture():  # the JVM may be gone: the cause is what has to be told
+            job.cancel()
         raise
     if ended:
         job.result()
@@ -246,8 +262,11 @@ def slots(sc: SparkContext) -> int:
     return int(context.maxNumConcurrentTasks(profile))
 
 
-def _wait_for_executors(sc: SparkContext, deadline: float) -> None:
-    """Executors register some seconds after the session is made: wait for all of them, once."""
+def wait_for_executors(sc: SparkContext, deadline: float) -> None:
+    """Executors register some seconds after the session is made: wait for all of them, once.
+
+    ``deadline`` is a time of ``time.monotonic``. Raises ``ClusterError`` when none has come.
+    """
     if sc.getConf().get(preflight.DYNAMIC, "false").lower() == "true":
         return  # they are started for a job, not before
     if len(executor_hosts(sc)) >= _settled.get(sc.applicationId, sys.maxsize):
@@ -288,24 +307,34 @@ def probe(
     problem; an executor host that did not answer is in ``missing``. Raises ``ClusterError``.
     """
     found = session(spark)
-    sc = found.sparkContext
-    settings = conf(found)
-    local = preflight.is_local(sc.master)
     target = "dbx_llmtrain.worker.node:report"
-    args = (local_dir, settings.get("spark.driver.host"))
+    args = (local_dir, conf(found).get("spark.driver.host"))
     outcomes = run_on_nodes(found, target, args, timeout_s=timeout_s).values()
     reports = tuple(_report(outcome) for outcome in outcomes if outcome.status != "missing")
-    driver = NodeReport.model_validate(node.report(local_dir))
+    return glance(found, local_dir=local_dir).model_copy(
+        update={
+            "nodes": tuple(sorted(reports, key=lambda report: report.node)),
+            "missing": tuple(
+                sorted(outcome.host for outcome in outcomes if outcome.status == "missing")
+            ),
+        }
+    )
+
+
+def glance(spark: SparkSession, *, local_dir: str | None = None) -> ClusterReport:
+    """What a report says without asking the nodes: no job is run and nothing waited for."""
+    sc = spark.sparkContext
+    local = preflight.is_local(sc.master)
     return ClusterReport(
         master=sc.master,
         spark_version=sc.version,
         local=local,
         executors=() if local else tuple(sorted(executor_hosts(sc))),
         slots=slots(sc),
-        task_gpus=settings.get("spark.task.resource.gpu.amount"),
-        driver=driver,
-        nodes=tuple(sorted(reports, key=lambda report: report.node)),
-        missing=tuple(sorted(outcome.host for outcome in outcomes if outcome.status == "missing")),
+        task_gpus=conf(spark).get("spark.task.resource.gpu.amount"),
+        driver=NodeReport.model_validate(node.report(local_dir)),
+        nodes=(),
+        missing=(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,20 @@ def _load_tokenizer(file: Path) -> Any:
         id_ = number(f"{theirs}_token_id")
         if id_ is not None:
             setattr(tokenizer, ours, tokenizer.convert_ids_to_tokens(id_))
+    _remove_added(tokenizer, len(fields["tokenizer.ggml.tokens"].data))
     return tokenizer
+
+
+def _remove_added(tokenizer: Any, size: int) -> None:
+    """Take away the tokens that the file does not have: transformers 5 adds GPT-2's end token to
+    every byte-level vocabulary, for which the model has no embedding."""
+    from tokenizers import Tokenizer
+
+    if max(tokenizer.added_tokens_decoder, default=0) < size:
+        return
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
 
 
 def _refuse(file: Path, why: str) -> ConfigError:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.driver.model_config import load_config
 from dbx_llmtrain.driver.model_files import (
     CODE_VOCABULARIES,
     INDEX,
@@ -14,7 +15,6 @@ from dbx_llmtrain.driver.model_files import (
     OTHERS,
     VOCABULARIES,
     digest,
-    load_config,
     needed_files,
     publish,
     refuse,
@@ -35,19 +35,27 @@ def fetch(
     work_dir: Path | None,
     *,
     trusted: bool = False,
+    objective: str = "sft",
+    weights: bool = True,
 ) -> tuple[Artifact, str]:
     """The model folder of hub id ``name``, and the commit that ``revision`` stands for; with its
     Python code where that is ``trusted``. What is wrong with the rest shows before the weights are
     downloaded.
 
     A commit that is in ``cache_dir`` is not downloaded again; where ``revision`` is one, the
-    network is not used at all. A private model needs HF_TOKEN in the driver's environment. Raises
+    network is not used at all. Without ``weights`` only the other files are downloaded, unless the
+    whole model is there already. A private model needs HF_TOKEN in the driver's environment. Raises
     ``ConfigError`` when the hub cannot be reached or has no such model.
     """
     if revision and _COMMIT.fullmatch(revision):
         commit = revision
     else:
         commit = _ask(name, lambda hub: hub.HfApi().model_info(name, revision=revision).sha)
+
+    # With and without its code it is not the same folder.
+    code = ["code"] if trusted else []
+    whole = digest("hub", name, commit, *code)
+    small = not weights and storage.read_manifest(cache_dir / "models" / whole) is None
 
     def get(target: Path, patterns: list[str]) -> None:
         _ask(
@@ -59,20 +67,22 @@ def fetch(
 
     def download(target: Path) -> None:
         get(target, [*_SMALL, *(CODE_VOCABULARIES if trusted else ())])
-        problems = small_problems(target, name, trusted=trusted)
+        problems = small_problems(target, name, trusted=trusted, objective=objective)
         if problems:
             raise ConfigError(problems)
-        load_config(target, name, trusted=trusted)
-        get(target, _WEIGHTS)
+        load_config(target, name, trusted=trusted, objective=objective)
+        if not small:
+            get(target, _WEIGHTS)
         storage.remove(target / ".cache")
-        needed = set(needed_files(target, name, trusted=trusted))
+        needed = set(
+            needed_files(target, name, weights=not small, trusted=trusted, objective=objective)
+        )
         for path in target.rglob("*"):
             if path.is_file() and path not in needed:
                 path.unlink()
 
-    # With and without its code it is not the same folder.
-    folder = digest("hub", name, commit, *(["code"] if trusted else []))
-    return publish(cache_dir, folder, work_dir, download), commit
+    key = digest("hub without weights", name, commit, *code) if small else whole
+    return publish(cache_dir, key, work_dir, download), commit
 
 
 def _ask(name: str, question: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from dbx_llmtrain import storage
 from dbx_llmtrain.driver import cluster, diagnosis, preflight, shipping
 from dbx_llmtrain.errors import TrainingFailed
 from dbx_llmtrain.records import RankRecord, RankResult, RunPlan
-from dbx_llmtrain.worker import supervisor
+from dbx_llmtrain.worker import node, supervisor
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,9 +66,8 @@ def launch(
         )
         try:
             _follow(job, plan, on_poll)
-        except BaseException:
-            _stop(job, stop_file)
-            _wait_for_records(run_dir, plan)
+        except BaseException as cause:
+            _end(job, stop_file, run_dir, plan, cause)
             raise
     error = job.error()
     records = _wait_for_records(run_dir, plan)
@@ -88,6 +90,10 @@ def _distributor(
     )
 
     def run() -> object:
+        if plan.local_mode:
+            # The processes that this thread starts inherit it: a terminal's Ctrl-C is for the
+            # driver, which ends them, while the launcher would print a traceback.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         state = random.getstate()
         try:
             return distributor.run(function)
@@ -123,6 +129,25 @@ def _follow(job: cluster.SparkJob, plan: RunPlan, on_poll: Callable[[], None] | 
                     "waiting for %d free task slots at once: other jobs use the cluster",
                     plan.world_size,
                 )
+
+
+def _end(
+    job: cluster.SparkJob,
+    stop_file: Path | None,
+    run_dir: Path,
+    plan: RunPlan,
+    cause: BaseException,
+) -> None:
+    """Stop the ranks and wait for them. It never raises: the cause is what has to be told, and what
+    stops this process may have ended the JVM, or closed the terminal, too."""
+    if isinstance(cause, KeyboardInterrupt | SystemExit):
+        with node.Capture():
+            click.echo(f"stopping {plan.world_size} rank(s), please wait ...", err=True)
+    with node.Capture() as stopping:
+        _stop(job, stop_file)
+    if stopping.error:
+        logger.warning("the ranks could not be told to stop: %s", stopping.text())
+    _wait_for_records(run_dir, plan)
 
 
 def _stop(job: cluster.SparkJob, stop_file: Path | None) -> None:

@@ -13,8 +13,12 @@ from dbx_llmtrain.errors import Problem
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer_config.json"
-_MODEL = "AutoModelForCausalLM"
-_USED = ("AutoConfig", _MODEL, "AutoTokenizer")
+
+
+def auto_class(objective: str) -> str:
+    """The class of transformers that loads a model for a ``data.objective``: a key of
+    ``auto_map``."""
+    return "AutoModelForMaskedLM" if objective == "mlm" else "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class _Reference:
 @dataclass(frozen=True)
 class ModelCode:
     """The code of a model folder: its ``files``, what is wrong with it, whether it is needed, and
-    whether it has a causal language model at all.
+    whether it has a model of the kind that the objective trains at all.
 
     ``files`` are those that the ``auto_map`` names and all that they import relatively.
     """
@@ -48,24 +52,26 @@ class ModelCode:
     files: tuple[Path, ...]
     problems: tuple[Problem, ...]
     needed: bool
-    causal: bool
+    fits: bool
 
 
-def find_code(folder: Path, name: str) -> ModelCode:
+def find_code(folder: Path, name: str, *, objective: str = "sft") -> ModelCode:
     """Read which code a model folder has. ``name`` is what the user calls the folder."""
+    model = auto_class(objective)
     config, tokenizer = _read(folder / CONFIG), _read(folder / TOKENIZER)
     references = [*_references(CONFIG, config), *_references(TOKENIZER, tokenizer)]
-    used = [reference for reference in references if reference.key in _USED]
-    model_needs = bool(config.get("auto_map")) and not _known_model(config)
+    keys = ("AutoConfig", model, "AutoTokenizer")
+    used = [reference for reference in references if reference.key in keys]
+    model_needs = bool(config.get("auto_map")) and not _known_model(config, objective)
     needed = model_needs or _tokenizer_needs(config, tokenizer, used)
     problems = []
     used_keys = {reference.key for reference in used}
-    causal = _MODEL in used_keys or not (model_needs or "AutoConfig" in used_keys)
-    if not causal:
-        keys = ", ".join(sorted({reference.key for reference in references}))
+    fits = model in used_keys or not (model_needs or "AutoConfig" in used_keys)
+    if not fits:
+        there = ", ".join(sorted({reference.key for reference in references}))
+        kind = "a model for masked tokens" if objective == "mlm" else "a causal language model"
         problems.append(
-            f"{name}: the auto_map of its {CONFIG} has no {_MODEL} (found {keys}): expected a "
-            "causal language model"
+            f"{name}: the auto_map of its {CONFIG} has no {model} (found {there}): expected {kind}"
         )
     problems += [fault for reference in used if (fault := _fault(folder, name, reference))]
     roots = [
@@ -74,16 +80,18 @@ def find_code(folder: Path, name: str) -> ModelCode:
     files, faults = _closure(folder, roots)
     problems += [f"{name}: {fault}" for fault in faults]
     faults_as_problems = tuple(Problem("model.source", text) for text in dict.fromkeys(problems))
-    return ModelCode(tuple(files), faults_as_problems, needed, causal)
+    return ModelCode(tuple(files), faults_as_problems, needed, fits)
 
 
-def code_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
+def code_problems(
+    folder: Path, name: str, *, trusted: bool, objective: str = "sft"
+) -> list[Problem]:
     """Why the code of a folder cannot be used, or has to be trusted first. It is not run."""
-    code = find_code(folder, name)
+    code = find_code(folder, name, objective=objective)
     if not code.needed and not trusted:
         return []
     problems = list(code.problems)
-    if code.needed and code.causal and not trusted:
+    if code.needed and code.fits and not trusted:
         files = ", ".join(path.relative_to(folder).as_posix() for path in code.files)
         problems.append(
             Problem(
@@ -115,10 +123,14 @@ def _references(where: str, content: dict[str, Any]) -> Iterator[_Reference]:
                 yield _Reference(where, key, str(text))
 
 
-def _known_model(config: dict[str, Any]) -> bool:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _known_model(config: dict[str, Any], objective: str) -> bool:
+    from transformers.models.auto import modeling_auto
 
-    return config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked, causal = (
+        modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
+    return config.get("model_type") in (masked if objective == "mlm" else causal)
 
 
 def _tokenizer_needs(

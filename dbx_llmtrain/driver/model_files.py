@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 import tempfile
 from collections.abc import Callable, Iterable
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.custom_code import load_from, private_modules
 from dbx_llmtrain.driver.model_code import code_problems, find_code
 from dbx_llmtrain.errors import ConfigError, Problem
-from dbx_llmtrain.records import Artifact, FileEntry, ModelInfo
+from dbx_llmtrain.records import Artifact, FileEntry
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -39,19 +37,27 @@ def refuse(message: str, path: str = "model.source") -> ConfigError:
     return ConfigError([Problem(path, message)])
 
 
-def needed_files(folder: Path, name: str, *, trusted: bool = False) -> list[Path]:
+def needed_files(
+    folder: Path,
+    name: str,
+    *,
+    trusted: bool = False,
+    objective: str = "sft",
+    weights: bool = True,
+) -> list[Path]:
     """Every file of ``folder`` that training needs: config, safetensors, tokenizer, templates, and
     where ``trusted`` the model's own Python code.
 
-    ``name`` is what the user calls the folder. Raises ``ConfigError`` with all that is missing.
+    ``name`` is what the user calls the folder; without ``weights`` it may have none. Raises
+    ``ConfigError`` with all that is missing.
     """
     if not (folder / "config.json").is_file() and (advice := _instead(folder)):
         raise refuse(f"{name} has no config.json{advice}")
-    problems = small_problems(folder, name, trusted=trusted)
-    weights, faults = _weight_files(folder, name)
+    problems = small_problems(folder, name, trusted=trusted, objective=objective)
+    tensors, faults = _weight_files(folder, name) if weights else ([], [])
     if problems or faults:
         raise ConfigError([*problems, *faults])
-    return sorted([*small_files(folder, trusted=trusted), *weights])
+    return sorted([*small_files(folder, trusted=trusted), *tensors])
 
 
 def small_files(folder: Path, *, trusted: bool) -> list[Path]:
@@ -65,7 +71,9 @@ def small_files(folder: Path, *, trusted: bool) -> list[Path]:
     return sorted(set(small))
 
 
-def small_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
+def small_problems(
+    folder: Path, name: str, *, trusted: bool, objective: str = "sft"
+) -> list[Problem]:
     """What is missing in a folder beside its weights, and whether its code may run."""
     problems = []
     if not (folder / "config.json").is_file():
@@ -75,7 +83,7 @@ def small_problems(folder: Path, name: str, *, trusted: bool) -> list[Problem]:
         for file in OTHERS
         if file.endswith(".json") and (error := _json_fault(folder / file))
     ]
-    problems += code_problems(folder, name, trusted=trusted)
+    problems += code_problems(folder, name, trusted=trusted, objective=objective)
     names = [path.name for path in folder.iterdir() if path.is_file()]
     own = find_code(folder, name).files and any(
         Path(file).suffix in (".tiktoken", ".model") for file in names
@@ -108,7 +116,7 @@ def _weight_files(folder: Path, name: str) -> tuple[list[Path], list[Problem]]:
     index = folder / INDEX
     if not index.is_file():
         if (folder / WEIGHTS).is_file():
-            return [folder / WEIGHTS], []
+            return [folder / WEIGHTS], _torn([folder / WEIGHTS], name)
         old = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         advice = (
             f", only {old[0]}, an older format: convert it once with "
@@ -125,7 +133,39 @@ def _weight_files(folder: Path, name: str) -> tuple[list[Path], list[Problem]]:
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         return fault(f"{name} has no {', '.join(missing)}, which its {INDEX} names")
-    return [index, *(folder / shard for shard in shards)], []
+    paths = [folder / shard for shard in shards]
+    return [index, *paths], _torn(paths, name)
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file (name -> dtype, shape, data_offsets) and the size that it
+    has to have: 8 bytes of length, JSON, data. Raises ``ValueError`` for a file of another kind."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        tensors = {name: item for name, item in header.items() if name[:2] != "__"}
+        ends = [int(item["data_offsets"][1]) for item in tensors.values()]
+    except (struct.error, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise ValueError(f"{path.name} is not a safetensors file, or not whole") from error
+    return tensors, 8 + length + max(ends, default=0)
+
+
+def _torn(paths: Iterable[Path], name: str) -> list[Problem]:
+    """Weight files that are not whole. Their data is not read."""
+    faults = []
+    for path in paths:
+        try:
+            found, expected = path.stat().st_size, read_header(path)[1]
+        except ValueError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        if found != expected:
+            faults.append(
+                f"{name}: {path.name} has {found:,} bytes, by its header it has to have "
+                f"{expected:,}: it was cut off or is damaged, copy or download it again"
+            )
+    return [Problem("model.source", fault) for fault in faults]
 
 
 def _instead(folder: Path) -> str:
@@ -198,95 +238,3 @@ def publish(
         fingerprint=name,
         files=tuple(FileEntry.model_validate(entry) for entry in entries),
     )
-
-
-def describe(
-    artifact: Artifact,
-    name: str,
-    revision: str | None,
-    *,
-    trusted: bool = False,
-    attention: str = "auto",
-) -> ModelInfo:
-    """What the plan needs to know of a model that the user calls ``name``.
-
-    Raises ``ConfigError`` for one that cannot be trained, or not with this ``attention``.
-    """
-    config = load_config(Path(artifact.source), name, trusted=trusted, attention=attention)
-    text = config.get_text_config()
-    window = getattr(text, "sliding_window", None)
-    return ModelInfo(
-        artifact=artifact,
-        source=name,
-        revision=revision,
-        model_type=config.model_type,
-        parameters=_parameters(artifact, name),
-        vocab_size=text.vocab_size,
-        max_positions=getattr(text, "max_position_embeddings", None),
-        sliding_window=window if getattr(text, "use_sliding_window", True) else None,
-    )
-
-
-def load_config(folder: Path, name: str, *, trusted: bool, attention: str = "auto") -> Any:
-    """The model's configuration; where ``trusted``, its own code is imported too.
-
-    Raises ``ConfigError`` for a model that cannot be trained, or not with this ``attention``, and
-    for code that cannot be imported.
-    """
-    from transformers import AutoConfig
-
-    trusted = trusted and bool(find_code(folder, name).files)
-    with private_modules(None, wanted=trusted):
-        arguments = load_from(folder, trusted=trusted)
-        try:
-            config = AutoConfig.from_pretrained(**arguments)
-            model = _model_class(config, arguments)
-        except Exception as error:
-            # A model's own code may raise anything.
-            if trusted:
-                kind = type(error).__name__
-                raise refuse(f"{name}: its code cannot be imported: {kind}: {error}") from error
-            raise refuse(f"{name}: transformers cannot read its config.json: {error}") from error
-    if model is None:
-        raise refuse(f"{name} is of type {config.model_type}: expected a causal language model")
-    if getattr(config, "quantization_config", None):
-        raise refuse(f"{name} has quantised weights: expected bf16, fp16 or fp32 weights")
-    if not isinstance(getattr(config.get_text_config(), "vocab_size", None), int):
-        raise refuse(f"{name}: its configuration has no vocab_size, the rows of its embedding")
-    if attention == "sdpa" and not getattr(model, "_supports_sdpa", False):
-        raise refuse(
-            f"{name} ({config.model_type}) has no sdpa attention: use auto or eager",
-            "model.attention",
-        )
-    return config
-
-
-def _model_class(config: Any, arguments: dict[str, Any]) -> Any:
-    """The class that ``AutoModelForCausalLM`` will use, ``None`` where there is none. The model's
-    own is imported: a package that it lacks shows here."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    own = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if own is not None and arguments["trust_remote_code"]:
-        return get_class_from_dynamic_module(
-            own, arguments["pretrained_model_name_or_path"], local_files_only=True
-        )
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-
-
-def _parameters(artifact: Artifact, source: str) -> int:
-    """Numbers in the weight files, read from their headers (8 bytes of length, then JSON)."""
-    total = 0
-    for entry in artifact.files:
-        if not entry.path.endswith(".safetensors"):
-            continue
-        with (Path(artifact.source) / entry.path).open("rb") as file:
-            try:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, entry.size)))
-                shapes = [item["shape"] for name, item in header.items() if name[:2] != "__"]
-            except (struct.error, ValueError, KeyError, AttributeError) as error:
-                raise refuse(f"{source}: {entry.path} is not a safetensors file") from error
-        total += sum(math.prod(shape) for shape in shapes)
-    return total

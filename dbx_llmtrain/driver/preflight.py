@@ -21,6 +21,7 @@ DRIVER_GPUS = "spark.driver.resource.gpu.amount"
 IGNORE_SSL = "pytorch.spark.distributor.ignoreSsl"
 DYNAMIC = "spark.dynamicAllocation.enabled"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOCAL_RANKS = 2
 _PYTHON_MEMORY = "spark.executor.pyspark.memory"
 
 _error = partial(Finding, "error")
@@ -248,6 +249,22 @@ def driver_gpus(conf: Mapping[str, str], report: ClusterReport, environ: Mapping
     return len(report.driver.gpus)
 
 
+def _local_slots(case: _Case) -> list[Finding]:
+    """Without GPUs: two ranks anywhere, which is what tests of a configuration take."""
+    cpus, ranks = case.report.driver.cpus, case.layout.processes
+    slots = max(cpus, _LOCAL_RANKS)
+    if case.layout.use_gpu or not cpus or ranks <= slots:
+        return []
+    return [
+        _error(
+            "process slots",
+            f"{ranks} ranks on the driver's machine are more processes than it has slots: {slots} "
+            f"({cpus} CPUs, and {_LOCAL_RANKS} ranks are always allowed): set "
+            f"cluster.processes={slots}",
+        )
+    ]
+
+
 def _local_gpus(case: _Case) -> list[Finding]:
     if not case.layout.use_gpu:
         return []
@@ -287,7 +304,7 @@ _CLUSTER_CHECKS: tuple[Callable[[_Case], list[Finding]], ...] = (
     _nodes,
     _gpu_nodes,
 )
-_LOCAL_CHECKS: tuple[Callable[[_Case], list[Finding]], ...] = (_local_gpus, _nodes)
+_LOCAL_CHECKS: tuple[Callable[[_Case], list[Finding]], ...] = (_local_slots, _local_gpus, _nodes)
 
 
 def _whole(text: str) -> int | None:

@@ -1,38 +1,45 @@
-"""The prepared data set: rows read, split, tokenised and packed once, on the driver.
+"""The prepared data set: rows read, split, tokenised and packed once, by Spark's workers.
 
-It is kept in ``<cache>/data/<fingerprint>`` on shared storage and reused while nothing that it
-depends on has changed.
+It is kept in ``<cache>/data/<fingerprint>-<attempt>`` on shared storage and used again while
+nothing that it depends on has changed. Every attempt has a folder of its own, complete when its
+manifest is there: drivers that prepare the same at once do not disturb each other.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from importlib.metadata import version
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.custom_code import load_from, private_modules
-from dbx_llmtrain.driver.model_files import digest, refuse
-from dbx_llmtrain.driver.rows import Located, read_rows, source_config, source_files
+from dbx_llmtrain.custom_code import private_modules
+from dbx_llmtrain.driver import counts, fingerprints, formatters, rules, tasks
+from dbx_llmtrain.driver.inputs import Input, Places, find_inputs
+from dbx_llmtrain.driver.rows import make_units
+from dbx_llmtrain.driver.sources import only_on_driver
 from dbx_llmtrain.errors import DataError
-from dbx_llmtrain.records import Artifact, Audit, FileEntry, ModelInfo, PreparedData
-from dbx_llmtrain.sections import DataConfig, SourceConfig
-from dbx_llmtrain.text.chat import Encoded, Encoder
-from dbx_llmtrain.text.formats import Dropped, Format, detect_format, parse_row
-from dbx_llmtrain.text.prepared import Example, SplitStats, write_split
+from dbx_llmtrain.records import Artifact, FileEntry, ModelInfo, PreparedData
+from dbx_llmtrain.sections import DataConfig
+from dbx_llmtrain.text.prepared import PackRules, SplitStats, rows_in_train, write_packs
+from dbx_llmtrain.worker import part
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 Progress = Callable[[int], None]
 """Called with the number of rows read so far."""
 
-_RECIPE = 1  # part of the fingerprint: raise it when the same rows give other tokens or packs
-_FAULTS_SHOWN = 10
-_BAR_AFTER = 3.0  # seconds
+_DAY = 24 * 3600
+_MAGIC = b"ARROW1"
+"""What a whole Arrow file begins and ends with."""
 
 
 def prepare_data(
@@ -40,268 +47,240 @@ def prepare_data(
     model: ModelInfo,
     cache_dir: Path,
     *,
-    progress: Progress | None = None,
+    spark: SparkSession | None = None,
+    data: Any = None,
+    formatter: formatters.Formatter | None = None,
+    progress: Progress = lambda rows: None,
     work_dir: Path | None = None,
 ) -> PreparedData:
     """Read, split, tokenise and pack the data of ``cfg`` for ``model``; reuse what is there.
 
     ``cache_dir`` is on storage that every node sees, ``work_dir`` a folder on the driver's own disk
-    (default: the temporary folder). Without ``progress`` a bar is shown after a few seconds. Raises
-    ``DataError`` for rows that cannot be used and when nothing is left, ``ConfigError`` for a
-    tokenizer that does not fit the model or the data.
+    (default: the temporary folder). Without ``spark`` all is done in this process, which can read
+    files only. ``data`` takes the place of the configuration's sources, ``formatter`` that of
+    ``data.formatter``; ``progress`` gets the number of rows read so far. Raises
+    ``DataError`` for rows that cannot be used, when nothing is left and for prepared files that are
+    damaged, ``ConfigError`` for a tokenizer that does not fit the model or the data.
     """
-    name = _fingerprint(cfg.data, model)
-    target = cache_dir / "data" / name
-    known = _reuse(target)
-    if known is not None:
-        return known
-    with private_modules(work_dir, wanted=cfg.model.trust_remote_code):
-        return _make(cfg, model, target, progress=progress, work_dir=work_dir)
+    places = Places(
+        spark,
+        cache_dir,
+        work_dir,
+        lambda path: only_on_driver(path, cache_dir),
+        in_order=not cfg.data.shuffle,
+    )
+    function = formatters.choose(cfg.data.formatter, formatter)
+    with _open(cfg.data, data, places) as found:
+        name = fingerprints.of_data(cfg.data, model, found, function)
+        known = _reuse(cache_dir, name)
+        if known is not None:
+            return known
+        folder = cache_dir / "data" / f"{name}-{uuid.uuid4().hex[:8]}"
+        with private_modules(work_dir, wanted=cfg.model.trust_remote_code):
+            try:
+                return _prepare(cfg, model, found, function, folder, spark, progress, work_dir)
+            except BaseException:
+                storage.remove(folder)
+                raise
 
 
-def _make(
+@contextmanager
+def _open(data: DataConfig, given: Any, places: Places) -> Iterator[list[Input]]:
+    """The sources; what Spark keeps of them is let go at the end."""
+    found = find_inputs(data, given, places)
+    try:
+        yield found
+    finally:
+        for item in found:
+            if item.table is not None:
+                item.table.close()
+
+
+def _prepare(
     cfg: TrainConfig,
     model: ModelInfo,
-    target: Path,
-    *,
-    progress: Progress | None,
+    found: Sequence[Input],
+    function: formatters.Formatter | None,
+    folder: Path,
+    spark: SparkSession | None,
+    report: Progress,
     work_dir: Path | None,
 ) -> PreparedData:
-    tokenizer = _load_tokenizer(model, trusted=cfg.model.trust_remote_code)
-    _check_vocabulary(tokenizer, model)
-    encoder = Encoder(
-        tokenizer,
-        train_on=cfg.data.train_on,
-        max_length=cfg.data.max_length,
-        overflow=cfg.data.overflow,
+    """Run the tasks, pack what they have written, and declare the folder complete."""
+    trusted = cfg.model.trust_remote_code
+    tokenizer = rules.load_tokenizer(model, trusted=trusted)
+    chosen = rules.choose(cfg.data, model, found, function, tokenizer)
+    slots = tasks.find_slots(spark)
+    job = part.Job(
+        folder=str(folder),
+        tokenizer=fingerprints.tokenizer(model).model_dump(mode="json"),
+        sources=tuple(
+            _source(cfg.data, item, found, rule) for item, rule in zip(found, chosen, strict=True)
+        ),
+        local_dir=cfg.cluster.local_dir,
+        formatter=formatters.pickled(function) if function is not None else None,
+        threads=slots.threads,
+        trusted=trusted,
     )
-    tally = _Tally(progress=progress)
+    tallies = _run(cfg.data, found, job, spark, slots, report)
+    counts.check(tallies, found, counts.wanted_splits(cfg.data, found))
+    packs, in_train, files = _pack(cfg.data, tallies, folder, work_dir)
+    record = PreparedData(
+        artifact=_artifact(folder, files),
+        audit=counts.audit(tallies, packs, cfg.data.max_length),
+        format=", ".join(dict.fromkeys(rule.format for rule in chosen)),
+        splits=counts.splits(tallies, packs, in_train),
+        sources=_told(found),
+        end_tokens=tuple(sorted({token for tally in tallies for token in tally.end_tokens})),
+        chat_template=next((rule.chat_template for rule in chosen), None),
+    )
+    return _commit(folder, record)
+
+
+def _source(data: DataConfig, item: Input, found: Sequence[Input], rule: Any) -> part.Source:
+    training = item.role == "train"
+    return part.Source(
+        role=item.role,
+        rules=asdict(rule),
+        weight=item.weight,
+        eval_share=counts.share(data, "eval", found) if training else 0.0,
+        test_share=counts.share(data, "test", found) if training else 0.0,
+        name=item.told,
+    )
+
+
+def _run(
+    data: DataConfig,
+    found: Sequence[Input],
+    job: part.Job,
+    spark: SparkSession | None,
+    slots: tasks.Slots,
+    report: Progress,
+) -> list[part.Tally]:
+    """The tallies of all tasks, in the order of the sources."""
+    todo = [
+        part.Task(number, source, unit.pieces, unit.limit)
+        for source, item in enumerate(found)
+        if item.table is None
+        for number, unit in enumerate(
+            make_units(item.files, item.max_rows, tasks.task_count(slots))
+        )
+    ]
+    frames = [
+        tasks.Frame(source, item.table.frame, item.table.rows, placed=item.table.placed)
+        for source, item in enumerate(found)
+        if item.table is not None
+    ]
+    if spark is None:
+        results = list(tasks.run_here(job, todo, report))
+    else:
+        in_order = not data.shuffle
+        results = tasks.run_on_spark(spark, job, todo, frames, slots, report, in_order=in_order)
+    tallies = [part.Tally(**result) for result in results]
+    return sorted(tallies, key=lambda tally: (tally.source, tally.number))
+
+
+def _pack(
+    data: DataConfig, tallies: Sequence[part.Tally], folder: Path, work_dir: Path | None
+) -> tuple[dict[str, SplitStats], dict[str, int], list[FileEntry]]:
+    """Write the packs of every split from the index files; statistics by split, held-out rows that
+    are training rows too, and the entries of all files that count. Whatever other attempts of tasks
+    have left is removed."""
+    how = PackRules(
+        max_length=data.max_length,
+        packing=("best_fit" if data.packing else "none")
+        if isinstance(data.packing, bool)
+        else data.packing,
+        split_long=data.overflow == "split",
+        in_order=not data.shuffle,
+    )
+    parts = sorted(tally.part for tally in tallies if tally.part)
+    files = [
+        FileEntry.model_validate(entry)
+        for tally in tallies
+        for entry in tally.files
+        if entry["path"].startswith("rows/")
+    ]
+    names = {name for tally in tallies for name in tally.rows}
+    packs = {}
     with tempfile.TemporaryDirectory(prefix="dbx_llmtrain-", dir=work_dir) as temporary:
-        folder = Path(temporary) / "data"
-        train, held_out = _write(cfg.data, encoder, tally, folder)
-        storage.remove(target)
-        files = storage.publish_folder(folder, target)
-    record = _record(cfg.data, tally, train, held_out, _artifact(target, files))
+        local = Path(temporary)
+        index = [folder / "index" / name for name in parts]
+        for split in sorted(names, key=lambda name: (name != "train", name)):
+            packs[split] = write_packs(local, index, split, how)
+        files += storage.publish_folder(local, folder)
+    in_train = rows_in_train(index) if len(names) > 1 else {}
+    storage.remove(folder / "index")
+    for path in (folder / "rows").iterdir():
+        if path.name not in parts:
+            path.unlink()
+    return packs, in_train, files
+
+
+def _commit(folder: Path, record: PreparedData) -> PreparedData:
+    """Write the manifest, unless another driver was first: then its data set is used."""
+    name = record.artifact.fingerprint
+    other = _reuse(folder.parent.parent, name)
+    if other is not None:
+        storage.remove(folder)
+        return other
     content = record.model_dump(mode="json", exclude={"artifact"})
-    storage.write_manifest(
-        target, {"files": [entry.model_dump() for entry in files], "prepared": content}
-    )
+    files = [entry.model_dump() for entry in record.artifact.files]
+    storage.write_manifest(folder, {"files": files, "prepared": content})
+    _remove_abandoned(folder.parent, name)
     return record
 
 
-@dataclass
-class _Tally:
-    """What became of every row so far."""
+def _reuse(cache_dir: Path, name: str) -> PreparedData | None:
+    """A complete data set of this fingerprint."""
+    for folder in sorted((cache_dir / "data").glob(f"{name}-*")):
+        manifest: Any = storage.read_manifest(folder)
+        if manifest is None:
+            continue
+        files = [FileEntry.model_validate(entry) for entry in manifest["files"]]
+        found = None
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            found = PreparedData(artifact=_artifact(folder, files), **manifest["prepared"])
+        if found is not None:
+            _check_files(folder, files)
+            return found
+    return None
 
-    progress: Progress | None
-    read: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    truncated: int = 0
-    train_ends: int = 0
-    end_tokens: set[int] = field(default_factory=set)
-    format: Format | None = None
-    keys: set[str] = field(default_factory=set)
-    """Content ids of rows to split by share; two are enough to know that they differ."""
-    faults: list[str] = field(default_factory=list)
 
-    def fault(self, error: DataError) -> None:
-        """Keep a bad row for the error that tells of all; give up when there are many."""
-        self.faults.append(str(error))
-        if len(self.faults) >= _FAULTS_SHOWN:
+def _check_files(folder: Path, files: Sequence[FileEntry]) -> None:
+    """Raise ``DataError`` for a file that is not whole, as far as its ends tell; the nodes compare
+    the hashes of what they copy."""
+    for entry in files:
+        path = folder / entry.path
+        with path.open("rb") as file:
+            begin = file.read(len(_MAGIC))
+            file.seek(-len(_MAGIC), os.SEEK_END)
+            whole = begin == file.read() == _MAGIC
+        if not whole:
             raise DataError(
-                f"{len(self.faults)} rows cannot be used (reading stopped there):\n"
-                + self.fault_lines()
+                f"{path}, a file of the prepared data, is damaged (it does not begin and end as an "
+                f"Arrow file does): delete the folder {folder}, and the data is prepared anew"
             )
 
-    def fault_lines(self) -> str:
-        return "\n".join(f"  - {fault}" for fault in self.faults)
 
-    def train_row(self, row: Encoded) -> Example:
-        """Count a row that is trained on."""
-        self.truncated += row.truncated
-        self.train_ends += len(row.end_tokens)
-        self.end_tokens.update(row.end_tokens)
-        return row.example
-
-
-def _write(
-    data: DataConfig, encoder: Encoder, tally: _Tally, folder: Path
-) -> tuple[SplitStats, SplitStats | None]:
-    """Write both splits below ``folder``."""
-    share = data.eval if isinstance(data.eval, float) else 0.0
-    held_out: list[Example] = []
-
-    def train_rows() -> Iterator[Example]:
-        for row in _encode(data.train, data, encoder, tally):
-            if _is_held_out(row.example.key, share, tally):
-                held_out.append(row.example)
-            else:
-                yield tally.train_row(row)
-
-    def save(name: str, rows: Iterable[Example]) -> SplitStats:
-        return write_split(folder / name, rows, max_length=data.max_length, packing=data.packing)
-
-    train = save("train", train_rows())
-    if not isinstance(data.eval, float | None):
-        held_out = [row.example for row in _encode(data.eval, data, encoder, tally)]
-    if tally.faults:
-        rows = "1 row" if len(tally.faults) == 1 else f"{len(tally.faults)} rows"
-        raise DataError(f"{rows} cannot be used:\n{tally.fault_lines()}")
-    if not train.rows:
-        raise _nothing_left("to train on", tally)
-    if data.eval is None:
-        return train, None
-    if not held_out:
-        raise _nothing_left("to evaluate on: give data.eval a larger share or a file", tally)
-    return train, save("eval", held_out)
+def _remove_abandoned(parent: Path, name: str) -> None:
+    """Folders that a killed driver has left."""
+    for folder in parent.glob(f"{name}-*"):
+        with contextlib.suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > _DAY
+            if old and storage.read_manifest(folder) is None:
+                storage.remove(folder)
 
 
-def _encode(
-    source: str | SourceConfig, data: DataConfig, encoder: Encoder, tally: _Tally
-) -> Iterator[Encoded]:
-    """The rows of a source that can be used; the others are counted in ``tally``."""
-    fmt = data.format if data.format != "auto" else None
-    for row, where in _watched(read_rows(source), tally):
-        tally.read += 1
-        if fmt is None:
-            fmt = detect_format(row, data.columns, where)
-        if tally.format is None:
-            tally.format = fmt
-        encoder.check_format(fmt)
-        try:
-            parsed = parse_row(row, fmt, data.columns, where)
-            encoded = parsed if isinstance(parsed, Dropped) else encoder.encode(parsed, where)
-        except DataError as error:
-            tally.fault(error)
-            continue
-        if isinstance(encoded, Dropped):
-            tally.dropped[encoded.reason] += 1
-        else:
-            yield encoded
+def _artifact(folder: Path, files: Sequence[FileEntry]) -> Artifact:
+    name = folder.name.partition("-")[0]
+    return Artifact(kind="data", source=str(folder), fingerprint=name, files=tuple(files))
 
 
-def _watched(rows: Iterator[Located], tally: _Tally) -> Iterator[Located]:
-    if tally.progress is None:
-        from tqdm import tqdm
-
-        yield from tqdm(rows, desc="tokenising", unit=" rows", delay=_BAR_AFTER, mininterval=1.0)
-        return
-    for row in rows:
-        yield row
-        tally.progress(tally.read)
-
-
-def _is_held_out(key: str, share: float, tally: _Tally) -> bool:
-    if share and len(tally.keys) < 2:
-        tally.keys.add(key)
-    return _position(key) < share
-
-
-def _position(key: str) -> float:
-    """Where a row's content id lies in [0, 1): the same for the same content, evenly spread."""
-    return int(key[:13], 16) / 16**13
-
-
-def _nothing_left(what: str, tally: _Tally) -> DataError:
-    reasons = ", ".join(f"{count}: {reason}" for reason, count in tally.dropped.most_common())
-    same = "; all rows are equal, and equal rows are never parted" if len(tally.keys) == 1 else ""
-    return DataError(
-        f"of {tally.read} rows none is left {what} (rows dropped: {reasons or 'none'}{same})"
-    )
-
-
-def _record(
-    data: DataConfig,
-    tally: _Tally,
-    train: SplitStats,
-    held_out: SplitStats | None,
-    artifact: Artifact,
-) -> PreparedData:
-    audit = Audit(
-        read_rows=tally.read,
-        train_rows=train.rows,
-        eval_rows=held_out.rows if held_out else 0,
-        dropped=dict(tally.dropped),
-        truncated_rows=tally.truncated,
-        tokens=train.tokens,
-        trained_tokens=train.trained,
-        trained_end_tokens=tally.train_ends,
-        packs=train.examples,
-        packing_efficiency=train.tokens / (train.examples * data.max_length),
-    )
-    sources = {"train": source_config(data.train).path}
-    if not isinstance(data.eval, float | None):
-        sources["eval"] = source_config(data.eval).path
-    return PreparedData(
-        artifact=artifact,
-        audit=audit,
-        format=tally.format or data.format,
-        train_examples=train.examples,
-        eval_examples=held_out.examples if held_out else 0,
-        eval_rows=audit.eval_rows,
-        sources=sources,
-        end_tokens=tuple(sorted(tally.end_tokens)),
-    )
-
-
-def _artifact(folder: Path, files: Iterable[FileEntry]) -> Artifact:
-    return Artifact(kind="data", source=str(folder), fingerprint=folder.name, files=tuple(files))
-
-
-def _reuse(folder: Path) -> PreparedData | None:
-    """The data set of a complete folder."""
-    manifest: Any = storage.read_manifest(folder)
-    if manifest is None:
-        return None
-    files = [FileEntry.model_validate(entry) for entry in manifest["files"]]
-    try:
-        return PreparedData(artifact=_artifact(folder, files), **manifest["prepared"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _fingerprint(data: DataConfig, model: ModelInfo) -> str:
-    """Name of everything the prepared data depends on: rows, tokenizer, settings and code."""
-    files = source_files(data.train)
-    if not isinstance(data.eval, float | None):
-        files = files + source_files(data.eval)
-    states = [(str(path.absolute()), path.stat()) for path in files]
-    parts = {
-        "recipe": [
-            _RECIPE,
-            version("dbx_llmtrain"),
-            version("transformers"),
-            version("tokenizers"),
-        ],
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in states],
-        "tokenizer": [
-            [entry.path, entry.sha256]
-            for entry in model.artifact.files
-            if ".safetensors" not in entry.path
-        ],
-        "data": data.model_dump(mode="json", exclude={"cache_dir"}),
-    }
-    return digest(json.dumps(parts, sort_keys=True))
-
-
-def _load_tokenizer(model: ModelInfo, *, trusted: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            **load_from(Path(model.artifact.source), trusted=trusted)
-        )
-    except Exception as error:
-        # The tokenizers library raises bare Exceptions for files that it cannot read.
-        raise refuse(f"the tokenizer of {model.source} cannot be loaded: {error}") from error
-
-
-def _check_vocabulary(tokenizer: Any, model: ModelInfo) -> None:
-    """Refuse a tokenizer that knows a token which the model has no embedding for."""
-    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if highest >= model.vocab_size:
-        raise refuse(
-            f"the tokenizer of {model.source} gives token {token!r} the id {highest}, but the "
-            f"model has embeddings for ids below {model.vocab_size} only: use the tokenizer that "
-            "the model was trained with, or resize the model's embeddings and save it first"
-        )
+def _told(found: Sequence[Input]) -> dict[str, str]:
+    """Role to its sources, as the user calls them."""
+    told: dict[str, list[str]] = {}
+    for item in found:
+        weight = "" if item.weight == 1 else f" x {item.weight:g}"
+        told.setdefault(item.role, []).append(f"{item.told}{weight}")
+    return {role: ", ".join(names) for role, names in told.items()}

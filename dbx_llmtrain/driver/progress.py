@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from dbx_llmtrain.driver.progress_views import ENDS, BarView, LinesView, Task, View, duration
@@ -84,12 +85,12 @@ class Progress:
                 due = now + _ROWS_EVERY
                 self.show(Task(name, unit="rows", done=rows))
 
-        try:
-            yield count
-        finally:
-            if read:
-                self.show(Task(name, unit="rows", done=read))
-            self.end(name)
+        with self._ending(name):
+            try:
+                yield count
+            finally:
+                if read:
+                    self.show(Task(name, unit="rows", done=read))
 
     @contextmanager
     def copies(self, name: str = "staging") -> Iterator[Callable[[str, int, int], None]]:
@@ -101,19 +102,25 @@ class Progress:
             done, total = (sum(column) for column in zip(*nodes.values(), strict=True))
             self.show(Task(name, "bytes", done, total, note=_node_shares(nodes)))
 
-        try:
+        with self._ending(name):
             yield count
-        finally:
-            self.end(name)
 
     @contextmanager
     def training(self, plan: RunPlan) -> Iterator[Training]:
         """What takes the events of a run."""
         training = Training(self, plan)
-        try:
+        with self._ending("training"):
             yield training
+
+    @contextmanager
+    def _ending(self, name: str) -> Iterator[None]:
+        """The task of this name is over with the block, or has failed with it."""
+        failed = True
+        try:
+            yield
+            failed = False
         finally:
-            self.end("training")
+            self.end(name, failed=failed)
 
     def show(self, task: Task) -> None:
         """Show a task as it is now; another one that was shown ends."""
@@ -130,12 +137,12 @@ class Progress:
         if capture.error:
             self._view = None
 
-    def end(self, name: str) -> None:
+    def end(self, name: str, *, failed: bool = False) -> None:
         """The task of this name is over."""
         with self._lock, node.Capture() as capture:
             if self._view is not None and self._task is not None and self._task.name == name:
                 task, self._task = self._task, None
-                self._view.end(task)
+                self._view.end(replace(task, failed=failed))
         if capture.error:
             self._view = None
 

@@ -39,7 +39,8 @@ def duration(seconds: float) -> str:
 class Task:
     """Something that takes its time. ``total`` is ``None`` where nobody knows it.
 
-    ``phase`` is what it is at (of training), ``note`` the rest that is worth saying.
+    ``phase`` is what it is at (of training), ``note`` the rest that is worth saying, ``failed``
+    whether it ended before it was done.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Task:
     total: int | None = None
     note: str = ""
     phase: str = ""
+    failed: bool = False
 
     def text(self) -> str:
         """How far it is, in words."""
@@ -120,10 +122,11 @@ class LinesView:
         if phase not in self._started or interrupted:
             return
         took = self._clock() - self._started[phase]
+        how = "stopped after" if task.failed or task.phase == "failed" else "done in"
         if phase == task.name:
-            self._say(f"{phase}: {task.text()}, done in {duration(took)}")
+            self._say(f"{phase}: {task.text()}, {how} {duration(took)}")
         elif took >= 1.0:
-            self._say(f"{phase}: done in {duration(took)}")
+            self._say(f"{phase}: {how} {duration(took)}")
 
     def _say(self, line: str) -> None:
         self._last = self._clock()
@@ -233,19 +236,29 @@ def _text_bar(stream: TextIO, look: dict[str, Any]) -> tqdm[Any]:
 
 @contextmanager
 def _printed_above(bar: tqdm[Any]) -> Iterator[None]:
-    """Print above the bar what goes to a terminal or notebook by ``sys.stdout`` or ``stderr``."""
+    """Print above the bar what goes to its place by ``sys.stdout`` or ``stderr``."""
     with ExitStack() as stack:
         for name, redirect in (("stdout", redirect_stdout), ("stderr", redirect_stderr)):
             stream = getattr(sys, name)
-            if bar_shares(stream):
+            if bar_shares(stream, cast(Any, bar).fp):
                 above = _Above(stream, bar)
                 stack.enter_context(redirect(cast(TextIO, above)))
                 stack.callback(above.finish)
         yield
 
 
-def bar_shares(stream: Any) -> bool:
-    """Whether what is written to ``stream`` is seen where bars are: a terminal or a notebook."""
+def bar_shares(stream: Any, place: Any) -> bool:
+    """Whether what is written to ``stream`` is seen where the bar is: in a terminal or notebook, or
+    in the file or pipe that the bar goes to."""
+    if stream is place or _is_screen(stream):
+        return True
+    with node.Capture():
+        here, there = (os.fstat(item.fileno()) for item in (stream, place))
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return False
+
+
+def _is_screen(stream: Any) -> bool:
     return type(stream).__module__.startswith("ipykernel") or bool(stream.isatty())
 
 
@@ -282,7 +295,11 @@ class _Above:
                 self._print(rest + "\n")
 
     def _print(self, text: str) -> None:
-        self._bar.clear(nolock=True)
+        if _is_screen(self._stream):
+            self._bar.clear(nolock=True)
+        else:  # nothing that was written there can be taken back
+            cast(Any, self._bar).fp.write("\n")
+            cast(Any, self._bar).fp.flush()
         self._stream.write(text)
         self._stream.flush()
         self._bar.refresh(nolock=True)

@@ -1,21 +1,31 @@
-"""Rows of data files, one at a time, each with the place it came from."""
+"""Data files: which ones a source has, and how their rows are shared out between tasks."""
 
 from __future__ import annotations
 
-import csv
 import glob
-import json
-from collections.abc import Callable, Iterator
-from itertools import islice
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
 
 from dbx_llmtrain.errors import DataError
 from dbx_llmtrain.sections import SourceConfig
 from dbx_llmtrain.storage import local_path
+from dbx_llmtrain.text.readers import READERS, Fault, Located, Piece, exact_place, read_piece
 
-Located = tuple[dict[str, Any], str]
-"""A row, and its file and number in words: ``data.jsonl, line 3``."""
+_LEAST_BYTES, _MOST_BYTES = 256 * 1024, 64 * 1024 * 1024
+"""Of the files that one task reads: less is not worth a task, more is too much to do again."""
+
+_TABLE_NAME = re.compile(r"(\w+|`[^`]+`)(\.(\w+|`[^`]+`)){2}")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one task reads: pieces of files in order, at most ``limit`` rows of them."""
+
+    pieces: tuple[Piece, ...]
+    limit: int | None = None
 
 
 def source_config(source: str | SourceConfig) -> SourceConfig:
@@ -24,27 +34,51 @@ def source_config(source: str | SourceConfig) -> SourceConfig:
 
 
 def source_files(source: str | SourceConfig) -> list[Path]:
-    """The files of a source, sorted. ``DataError`` for none, or one of an unknown kind."""
+    """The files of a source, sorted: a file, those of a pattern, or all data files of a folder.
+
+    Raises ``DataError`` for none, for one of an unknown kind, and for a folder with several kinds.
+    """
     given = source_config(source).path
     path = local_path(given)
     if path.is_dir():
-        raise DataError(f"{given} is a folder: give a file or a pattern such as {given}/*.jsonl")
+        return _folder(path, given)
     if path.is_file():
         files = [path]
     else:
         files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
         files = [file for file in files if file.is_file()]
     if not files:
+        hint = f"; did you mean table:{given}?" if _TABLE_NAME.fullmatch(given) else ""
         raise DataError(
             f"no file {given} (looked for {path.absolute()}): expected a file or a pattern that "
-            "the driver can read"
+            f"the driver can read{hint}"
         )
     for file in files:
-        if file.suffix.lower() not in _READERS:
+        if file.suffix.lower() not in READERS:
             raise DataError(
-                f"{file}: expected a file that ends in {', '.join(_READERS)}, found "
+                f"{file}: expected a file that ends in {', '.join(READERS)}, found "
                 f"{file.suffix or 'no ending'}"
             )
+    return files
+
+
+def _folder(folder: Path, given: str) -> list[Path]:
+    """Files below a folder. Names that begin with ``_`` or ``.`` are what other writers keep."""
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in READERS
+        and path.is_file()
+        and not any(part[0] in "._" for part in path.relative_to(folder).parts)
+    ]
+    kinds = sorted({path.suffix.lower() for path in files})
+    if not files:
+        raise DataError(f"{given} is a folder without files that end in {', '.join(READERS)}")
+    if len(kinds) > 1:
+        raise DataError(
+            f"{given} is a folder with {' and '.join(kinds)} files: give a pattern such as "
+            f"{given}/*{kinds[0]}"
+        )
     return files
 
 
@@ -54,108 +88,69 @@ def read_rows(source: str | SourceConfig) -> Iterator[Located]:
     Raises ``DataError`` for a missing file, a source without rows, and whatever is not a row.
     """
     config = source_config(source)
+    unit = Unit(tuple(Piece(str(file)) for file in source_files(config)), config.max_rows)
     count = 0
-    for row in islice(_all_rows(source_files(config)), config.max_rows):
+    for row in unit_rows(unit):
+        if isinstance(row, Fault):
+            raise DataError(exact_place(row.message))
         count += 1
         yield row
     if not count:
         raise DataError(f"{config.path} has no rows")
 
 
-def _all_rows(files: list[Path]) -> Iterator[Located]:
-    for file in files:
-        try:
-            yield from _READERS[file.suffix.lower()](file)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: expected UTF-8 text: {error}") from error
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error}") from error
+def unit_rows(unit: Unit) -> Iterator[Located | Fault]:
+    """The rows of a unit in order."""
+    rows = (row for piece in unit.pieces for row in read_piece(piece))
+    return islice(rows, unit.limit)
 
 
-def _jsonl(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where}: expected a JSON object: {error}") from error
-            yield _object(row, where), where
+def make_units(files: Sequence[Path], max_rows: int | None, tasks: int) -> list[Unit]:
+    """Share the files of a source between about ``tasks`` tasks, in order.
+
+    With ``max_rows`` one task reads all of it, since nobody else knows where the last row is.
+    """
+    if max_rows is not None:
+        return [Unit(tuple(Piece(str(file)) for file in files), max_rows)]
+    sizes = [file.stat().st_size for file in files]
+    target = min(max(sum(sizes) // max(1, tasks), _LEAST_BYTES), _MOST_BYTES)
+    units: list[Unit] = []
+    pieces: list[Piece] = []
+    filled = 0
+    for file, size in zip(files, sizes, strict=True):
+        for piece, piece_size in _pieces(file, size, target):
+            if pieces and filled + piece_size > target:
+                units.append(Unit(tuple(pieces)))
+                pieces, filled = [], 0
+            pieces.append(piece)
+            filled += piece_size
+    return [*units, Unit(tuple(pieces))] if pieces else units
 
 
-def _json(file: Path) -> Iterator[Located]:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError:
-        raise
-    except ValueError as error:
-        raise DataError(
-            f"{file}: expected a JSON list of objects: {error}. One object a line is .jsonl"
-        ) from error
-    if not isinstance(rows, list):
-        raise DataError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
-    for number, row in enumerate(rows, start=1):
-        where = f"{file}, row {number}"
-        yield _object(row, where), where
+def _pieces(file: Path, size: int, target: int) -> Iterator[tuple[Piece, int]]:
+    """A file in pieces of about ``target`` bytes, with their sizes."""
+    count = max(1, round(size / target))
+    if count > 1 and file.suffix.lower() == ".jsonl":
+        borders = [size * number // count for number in range(count + 1)]
+        for begin, end in pairwise(borders):
+            yield Piece(str(file), begin, end), end - begin
+    elif count > 1 and file.suffix.lower() == ".parquet":
+        groups = _row_groups(file)
+        count = max(1, min(count, groups))
+        borders = [groups * number // count for number in range(count + 1)]
+        for begin, end in pairwise(borders):
+            yield Piece(str(file), begin, end), size * (end - begin) // max(1, groups)
+    else:
+        yield Piece(str(file)), size
 
 
-def _csv(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            for row in reader:
-                where = f"{file}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise DataError(
-                        f"{where}: expected {len(reader.fieldnames or ())} fields as in the first "
-                        "line, found another number"
-                    )
-                yield dict(row), where
-        except csv.Error as error:
-            raise DataError(f"{file}, after line {reader.line_num}: {error}") from error
-
-
-def _parquet(file: Path) -> Iterator[Located]:
+def _row_groups(file: Path) -> int:
+    """Row groups of a Parquet file; one where it cannot be read, which its reader will tell."""
     import pyarrow as pa
     from pyarrow import parquet
 
-    number = 0
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
-            for row in batch.to_pylist():
-                number += 1
-                yield row, f"{file}, row {number}"
-    except pa.ArrowInvalid as error:
-        raise DataError(f"{file}: expected a Parquet file: {error}") from error
-
-
-def _object(row: Any, where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(row).__name__}")
-    for key, value in row.items():
-        _check_text(key, f"{where}: a key")
-        _check_text(value, f"{where}, field {key!r}: the text")
-    return row
-
-
-def _check_text(value: Any, what: str) -> None:
-    r"""Refuse half of a surrogate pair anywhere in a value: JSON can write it (``\ud83d``), but no
-    file and no tokenizer takes it."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        raise DataError(
-            f"{what} cannot be encoded as UTF-8: it has \\u{half:04x}, half of a surrogate pair. "
-            "Write the whole character, put \\ufffd in its place, or leave the row out"
-        ) from error
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Located]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
-    ".parquet": _parquet,
-}
+        with parquet.ParquetFile(file) as table:
+            return int(table.num_row_groups)
+    except (pa.ArrowInvalid, OSError):
+        return 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.records import Artifact, Audit, ModelInfo, PreparedData, RunPlan
+from dbx_llmtrain.records import Artifact, Audit, ModelInfo, PreparedData, RunPlan, SplitInfo
 
 PROGRAMS = Path(__file__).parent / "programs"
 MARK = "RANK_PROGRAM_MARK"
@@ -45,7 +45,8 @@ def make_plan(
         packing_efficiency=1.0,
     )  # fmt: skip
     data = PreparedData(
-        artifact=empty, audit=audit, format="text", train_examples=1, eval_examples=0, eval_rows=0,
+        artifact=empty, audit=audit, format="text",
+        splits={"train": SplitInfo(examples=1, rows=1, tokens=1, trained=1)},
         sources={"train": "d.jsonl"},
     )  # fmt: skip
     model = ModelInfo(artifact=empty, source="m", model_type="llama", vocab_size=97)

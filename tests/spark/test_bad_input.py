@@ -41,10 +41,9 @@ def a_folder(folder: Path) -> Sections:
 
 
 def no_file_and_no_model(folder: Path) -> Sections:
-    """Data is looked for before a model is downloaded."""
-    return {"data": {"eval": str(folder / "none.jsonl"), "train": "x.jsonl"}} | missing_model(
-        folder
-    )
+    """Faults of every part are told together, those of the cluster too."""
+    data = {"eval": str(folder / "none.jsonl"), "train": "x.jsonl"}
+    return {"data": data} | missing_model(folder) | too_many_processes(folder)
 
 
 def empty(folder: Path) -> Sections:
@@ -150,8 +149,11 @@ def no_checkpoint(folder: Path) -> Sections:
 
 CASES: list[Case] = [
     (no_file, DataError, 2, ["no file", "none-*.jsonl"]),
-    (a_folder, DataError, 2, ["is a folder: give a file or a pattern"]),
-    (no_file_and_no_model, DataError, 2, ["no file x.jsonl", "no file", "none.jsonl"]),
+    (a_folder, DataError, 2, ["data.train: ", "is a folder without files that end in .jsonl"]),
+    (no_file_and_no_model, ConfigError, 2,
+     ["4 problems", "- data.train: no file x.jsonl", "- data.eval: no file", "none.jsonl",
+      "- model.source: no folder, .gguf file or hub model",
+      "- cluster.processes: 3 ranks need 3 task slots at once, the cluster has 2"]),
     (empty, DataError, 2, ["bad.jsonl has no rows"]),
     (broken, DataError, 2, ["bad.jsonl, line 1: expected a JSON object"]),
     (no_parquet, DataError, 2, ["bad.parquet: expected a Parquet file"]),
@@ -162,7 +164,7 @@ CASES: list[Case] = [
     (missing_model, ConfigError, 2, ["model.source: no folder, .gguf file or hub model"]),
     (incomplete_model, ConfigError, 2,
      ["2 problems", "has no tokenizer: expected one of", "has no model.safetensors"]),
-    (no_template, ConfigError, 2, ["model.source: ", "no chat template", "messages"]),
+    (no_template, ConfigError, 2, ["data.chat_template: ", "no chat template", "messages"]),
     (other_tokenizer, ConfigError, 2, ["model.source: ", "token '<extra>' the id 320"]),
     (broken_tokenizer, ConfigError, 2, ["model.source: the tokenizer of", "cannot be loaded"]),
     (needs_code, ConfigError, 2,

@@ -10,7 +10,32 @@ import torch
 
 import dbx_llmtrain as llm
 from dbx_llmtrain.custom_code import load_from, private_modules
+from dbx_llmtrain.driver.prepare import prepare_data
+from dbx_llmtrain.driver.sources import resolve_model
 from tests import tiny
+from tests.unit.test_custom_code import own_tokenizer
+
+
+def test_rows_are_prepared_on_executors_by_a_tokenizer_with_code(
+    spark: Any, tmp_path: Path
+) -> None:
+    folder = own_tokenizer(tmp_path / "model.v1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"cat {n} sat"}) + "\n" for n in range(8)))
+    local = tmp_path / "local"
+    cfg = llm.TrainConfig(
+        model={"source": str(folder), "trust_remote_code": True},
+        data={"train": str(rows), "max_length": 64, "cache_dir": str(tmp_path / "cache")},
+        cluster={"local_dir": str(local)},
+    )
+    data = llm.prepare(cfg, spark=spark)
+    assert data.audit.train_rows == 8
+    (staged,) = (local / "tokenizers").glob("[0-9a-f]*")
+    assert {path.name for path in staged.glob("*.py")} == {"tokenization_tiny.py", "tiny_words.py"}
+    assert not list((local / "parts").iterdir())
+    # The same without executors.
+    model = resolve_model(cfg.model, tmp_path / "alone")
+    assert prepare_data(cfg, model, tmp_path / "alone").audit == data.audit
 
 
 def test_a_model_with_code_is_trained_on_two_executors(spark: Any, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_every_rank_finishes(spark: Any, tmp_path: Path, local_mode: bool) -> No
         path for path in files if b"s3cret" in path.read_bytes() and "shown" not in path.name
     ]
     assert not left_arguments(), "the launcher's file with the secrets is gone"
+    assert not left_folders(tmp_path)
 
 
 def left_arguments() -> list[Path]:
@@ -72,6 +73,14 @@ def left_arguments() -> list[Path]:
     return found
 
 
+def left_folders(run_dir: Path) -> list[Path]:
+    """The launcher's folders, torch's and Spark's, that are still there."""
+    noted = [json.loads(path.read_text()) for path in run_dir.glob("launcher-*.json")]
+    assert noted
+    assert all(len(folders) == 2 for folders in noted), noted
+    return [Path(folder) for folders in noted for folder in folders if Path(folder).exists()]
+
+
 @MODES
 def test_a_rank_that_raises(spark: Any, tmp_path: Path, local_mode: bool) -> None:
     plan = make_plan(tmp_path, action="raise", local_mode=local_mode)
@@ -83,6 +92,7 @@ def test_a_rank_that_raises(spark: Any, tmp_path: Path, local_mode: bool) -> Non
     assert "rank_program.py" in error.traceback
     assert f"rank 1, on {os.uname().nodename}, at step 7" in str(error)
     assert not left_arguments()
+    assert not left_folders(tmp_path)
 
 
 def test_a_rank_that_is_killed(spark: Any, tmp_path: Path) -> None:
@@ -145,6 +155,7 @@ def test_an_interrupt_ends_every_rank(spark: Any, tmp_path: Path, local_mode: bo
         start(spark, plan, on_poll=interrupt_when_both_run)
     assert not trainers(plan)
     assert not left_arguments()
+    assert not left_folders(tmp_path)
     assert spark.range(2).count() == 2, "the session can be used again"
 
 
@@ -206,7 +217,7 @@ def test_a_dead_driver_leaves_no_trainer(tmp_path: Path) -> None:
         while processes_with(f"{MARK}={plan.config.cluster.env[MARK]}"):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        while left_arguments():
+        while left_arguments() or left_folders(tmp_path):
             assert time.monotonic() < deadline
             time.sleep(0.2)
     finally:

@@ -149,7 +149,7 @@ def check_output(printed: str, shown: str, folder: Path) -> None:
     assert not re.search(r"step \d/4", printed + shown)
     assert "[rank 0] step 4: held-out loss" in printed + shown
     assert printed.count("Result of first") == 1
-    assert printed.count(f"%tensorboard --logdir {folder}/tensorboard\n") == 1
+    assert printed.count(f"\ntensorboard --logdir {folder}/tensorboard\n") == 1
     log = (folder / "logs" / "rank-00000.log").read_text()
     assert [line[:8] for line in log.splitlines() if "tokens/s" in line] == [
         f"step {step}/4" for step in (1, 2, 3, 4)

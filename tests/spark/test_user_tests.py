@@ -1,19 +1,34 @@
-"""The test that users copy runs as they would run it."""
+"""The test that users copy runs as they would run it: as it is, and with a file of their own."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HINT = "# Your own instead: "
 
 
-def test_the_example_test_passes(tmp_path: Path) -> None:
+@pytest.mark.timeout(420)
+def test_a_copy_passes_as_it_is_and_with_another_configuration(tmp_path: Path) -> None:
+    text = (EXAMPLES / "test_my_training.py").read_text(encoding="utf-8")
+    (tmp_path / "test_as_it_is.py").write_text(text, encoding="utf-8")
+    (hint,) = (line for line in text.splitlines() if line.startswith(HINT))
+    begin = text.index("CONFIG: Path")
+    end = text.index('\n"""\n', begin) + len('\n"""\n')
+    changed = f"{text[:begin]}{hint.removeprefix(HINT)}\n{text[end:]}"
+    (tmp_path / "test_with_a_file.py").write_text(changed, encoding="utf-8")
+    shutil.copy(EXAMPLES / "quickstart.yaml", tmp_path / "config.yaml")
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", tmp_path,
-         ROOT / "examples" / "test_my_training.py"],
-        capture_output=True, text=True, timeout=240, cwd=ROOT,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+         "test_as_it_is.py", "test_with_a_file.py", f"--basetemp={tmp_path / 'temporary'}"],
+        capture_output=True, text=True, timeout=400, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "1 passed" in ended.stdout
+    assert "2 passed" in ended.stdout

@@ -16,14 +16,12 @@ import pytest
 import torch
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.driver.sources import (
-    check_files,
-    only_on_driver,
-    read_rows,
-    resolve_model,
-    source_files,
-)
+from dbx_llmtrain.driver import fingerprints
+from dbx_llmtrain.driver.inputs import check_files
+from dbx_llmtrain.driver.rows import read_rows, source_files
+from dbx_llmtrain.driver.sources import only_on_driver, resolve_model
 from dbx_llmtrain.errors import ConfigError, DataError
+from dbx_llmtrain.records import ModelInfo
 from dbx_llmtrain.sections import DataConfig, ModelConfig, SourceConfig
 from tests import tiny
 
@@ -89,9 +87,11 @@ def test_messages_of_a_parquet_file_are_lists_of_dicts(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("x.jsonl", b'{"a": 1}\n{"a": \n', "x.jsonl, line 2: expected a JSON object: Expecting"),
+        ("x.jsonl", b"null\n", "x.jsonl, line 1: expected a JSON object, found null"),
+        ("x.json", b"null", "x.json: expected a JSON list of objects, found null"),
         ("x.jsonl", b"[1]\n", "x.jsonl, line 1: expected a JSON object, found list"),
         ("x.jsonl", b"\n", "x.jsonl has no rows"),
-        ("x.jsonl", b'{"a": "\xff"}\n', "x.jsonl: expected UTF-8 text"),
+        ("x.jsonl", b'{"a": "\xff"}\n', "x.jsonl, line 1: expected UTF-8 text"),
         ("x.json", b'{"a": 1}\n{"a": 2}\n', "x.json: expected a JSON list of objects: Extra data"),
         ("x.json", b'{"a": 1}', "x.json: expected a JSON list of objects, found dict"),
         ("x.json", b"[1]", "x.json, row 1: expected a JSON object, found int"),
@@ -125,8 +125,20 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
         source_files(str(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match="no file"):
         source_files(f"{tmp_path}/*.jsonl")
-    with pytest.raises(DataError, match=r"is a folder: give a file or a pattern such as"):
+    with pytest.raises(DataError, match=r"is a folder without files that end in"):
         source_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["main.ml.rows", "main.ml.`my rows`"])
+def test_a_table_without_its_prefix_is_recognised(name: str) -> None:
+    with pytest.raises(DataError, match=rf"no file {name} .*did you mean table:{name}\?$"):
+        source_files(name)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "a/b.c.d", "rows.v1.2.jsonl", "rows"])
+def test_what_cannot_be_a_table_is_not_called_one(name: str) -> None:
+    with pytest.raises(DataError, match=r"that the driver can read$"):
+        source_files(name)
 
 
 def test_every_missing_data_file_is_told_before_a_model_is_looked_for(tmp_path: Path) -> None:
@@ -137,8 +149,35 @@ def test_every_missing_data_file_is_told_before_a_model_is_looked_for(tmp_path: 
     with pytest.raises(DataError) as caught:
         check_files(DataConfig(train=f"{tmp_path}/a.jsonl", eval=f"{tmp_path}/b.jsonl"))
     first, second = str(caught.value).splitlines()
-    assert first.startswith(f"no file {tmp_path}/a.jsonl")
-    assert second.startswith(f"no file {tmp_path}/b.jsonl")
+    assert first.startswith(f"data.train: no file {tmp_path}/a.jsonl")
+    assert second.startswith(f"data.eval: no file {tmp_path}/b.jsonl")
+
+
+def test_missing_files_among_several_sources_are_told_together(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", ROWS))
+    (tmp_path / "delta" / "_delta_log").mkdir(parents=True)
+    # What is no file is looked for when it is read.
+    others = ["table:main.ml.answers", str(tmp_path / "delta"), "s3://bucket/rows", "org/answers"]
+    check_files(DataConfig(train=[rows, *others], eval={"one": rows, "two": "org/answers"}))
+    missing = {
+        "train": [rows, {"path": f"{tmp_path}/a.jsonl", "weight": 2}],
+        "eval": {"one": f"{tmp_path}/b.jsonl", "two": rows, "three": f"{tmp_path}/b.jsonl"},
+        "test": [f"{tmp_path}/c.jsonl"],
+    }
+    with pytest.raises(DataError) as caught:
+        check_files(DataConfig(**missing))
+    lines = [line.split()[0:4:3] for line in str(caught.value).splitlines()]
+    names = {"train": "a", "eval.one": "b", "eval.three": "b", "test": "c"}
+    assert lines == [[f"data.{role}:", f"{tmp_path}/{file}.jsonl"] for role, file in names.items()]
+    assert [problem.path for problem in caught.value.problems] == [f"data.{role}" for role in names]
+    # A source that is passed takes the place of the configuration's.
+    given = {"train": Dataset.from_list(ROWS), "eval": Dataset.from_list(ROWS)}
+    with pytest.raises(DataError) as caught:
+        check_files(DataConfig(**missing), given)
+    assert str(caught.value).startswith(f"data.test: no file {tmp_path}/c.jsonl")
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_file_that_vanishes_while_reading(tmp_path: Path) -> None:
@@ -330,9 +369,45 @@ def test_a_folder_that_cannot_be_trained_is_refused(
     assert str(folder) in problem.message
 
 
+@pytest.mark.parametrize("lost", [1, 1000, -1, -7])
+def test_weights_that_are_not_whole_are_refused(tmp_path: Path, lost: int) -> None:
+    """Of one shard and of several, on the driver, before anything of them is read."""
+    folder = tiny.model_folder(tmp_path / "model")
+    sharded = copy_of(folder, tmp_path / "sharded")
+    (sharded / "model.safetensors").unlink()
+    tiny.llama(vocab_size=320).save_pretrained(sharded, max_shard_size="40KB")
+    for place, count in ((folder, 1), (sharded, 2)):
+        files = sorted(place.glob("*.safetensors"))[:count]
+        for file in files:
+            content = file.read_bytes()
+            file.write_bytes(content[:-lost] if lost > 0 else content + b"x" * -lost)
+        with pytest.raises(ConfigError) as caught:
+            resolve(place, tmp_path / "cache")
+        told = [problem.message for problem in caught.value.problems]
+        assert len(told) == count
+        for message, file in zip(told, files, strict=True):
+            size = file.stat().st_size
+            assert f"{file.name} has {size:,} bytes, by its header it has to" in message
+            assert f"have {size + lost:,}: it was cut off or is damaged" in message
+
+
+def test_weights_that_end_in_their_header_are_refused(tmp_path: Path) -> None:
+    folder = tiny.model_folder(tmp_path / "model")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    for size in (0, 4, 8, 100):
+        file.write_bytes(content[:size])
+        with pytest.raises(ConfigError, match=r"model\.safetensors is not a safetensors file, or"):
+            resolve(folder, tmp_path / "cache")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("s3://bucket/model", "or a mount), or a hub id, found an address (s3:)"),
+        ("https://host/org/model", "or a mount), or a hub id, found a web address"),
+        ("file:///models/x", "expected a path, found 'file:///models/x': leave out the file:"),
+        ("hf://org/model", "expected the name alone"),
         ("/no/such/folder", "no folder, .gguf file or hub model /no/such/folder"),
         ("dbfs:/Volumes/a/b", "(looked for /Volumes/a/b)"),
         ("package:no_such_package/x.gguf", "no such package is installed"),
@@ -434,6 +509,7 @@ def test_a_gguf_file_becomes_a_folder_once(tmp_path: Path, tied: bool) -> None:
         assert words(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert words.chat_template == tokenizer.chat_template
     assert words.eos_token == "</s>"
+    assert words.get_vocab() == tokenizer.get_vocab(), "no token is added"
 
     made_at = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve(tmp_path / "tiny.gguf", tmp_path / "cache") == info
@@ -492,10 +568,12 @@ from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError
 
-for source, revision, *trusted in json.loads(sys.argv[1]):
+for source, revision, *wishes in json.loads(sys.argv[1]):
     try:
-        model = ModelConfig(source=source, revision=revision, trust_remote_code=bool(trusted))
-        print(resolve_model(model, Path(sys.argv[2])).model_dump_json())
+        trusted, weights = "trusted" in wishes, "small" not in wishes
+        model = ModelConfig(source=source, revision=revision, trust_remote_code=trusted)
+        info = resolve_model(model, Path(sys.argv[2]), weights=weights)
+        print(info.model_dump_json())
     except ConfigError as error:
         print(json.dumps(str(error)))
 """
@@ -558,7 +636,8 @@ def hub(model: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def resolve_elsewhere(endpoint: str, cache: Path, *models: tuple[Any, ...]) -> list[Any]:
-    """Model or error text of each id and revision (with a third item: its code is trusted).
+    """Model or error text of each id and revision (and ``trusted``: with its code, ``small``:
+    without its weights).
 
     The hub's client reads its settings when it is imported, hence a process of its own.
     """
@@ -603,9 +682,16 @@ def test_code_of_a_hub_model_is_read_before_its_weights(
     assert "model.trust_remote_code: org/tiny needs Python code that comes with it (" in refused
     assert "(configuration_tiny.py, modeling_tiny.py, tiny_block.py, tiny_numbers.py)" in refused
     assert not any("safetensors" in line for line in asked)
+    names = {path.name for path in folder.iterdir()} - {"train.py"}
+    # To prepare data its code and its tokenizer are enough.
+    (small,) = resolve_elsewhere(endpoint, cache, ("org/tiny", None, "trusted", "small"))
+    files = [entry["path"] for entry in small["artifact"]["files"]]
+    assert sorted(files) == sorted(names - {"model.safetensors"})
+    assert not any("safetensors" in line for line in asked)
     (info,) = resolve_elsewhere(endpoint, cache, ("org/tiny", None, "trusted"))
     assert info["model_type"] == "tiny_of_our_own"
-    names = {path.name for path in folder.iterdir()} - {"train.py"}
+    prepared = [fingerprints.tokenizer(ModelInfo(**found)).fingerprint for found in (small, info)]
+    assert prepared[0] == prepared[1]
     assert {entry["path"] for entry in info["artifact"]["files"]} == names
     made = Path(info["artifact"]["source"])
     assert {path.name for path in made.iterdir()} == names | {"manifest.json"}
