@@ -114,14 +114,14 @@ def test_what_is_installed_never_touches_torch() -> None:
     """The wheel alone, without --upgrade or extras; its own requirements name no such package."""
     import tomllib
 
-    lines = [
+    lines = {
         line.strip()
         for path in NOTEBOOKS
         for cell in code_cells(read(path))
         for line in cell.source.splitlines()
         if "%pip" in line
-    ]
-    assert lines == ["%pip install --quiet $WHEEL"]
+    }
+    assert lines == {"%pip install --quiet $WHEEL"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[<>=~\[ ]", line)[0] for line in project["dependencies"]}
     assert not names & {"torch", "pyspark", "transformers", "datasets", "mlflow"}
