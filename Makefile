@@ -24,6 +24,9 @@ help: ## Show this list
 
 .PHONY: setup
 setup: $(READY) ## Python packages in .venv and a Java runtime
+	@echo 'Ready: make demo, make test. For commands of your own (dbx-llmtrain, pytest, mlflow):'
+	@echo '  source .venv/bin/activate'
+	@echo '  export JAVA_HOME="$$(cat .venv/java_home)"'
 
 .venv/packages.stamp: pyproject.toml constraints/newest.txt tools/venv.sh
 	@tools/venv.sh .venv constraints/newest.txt $(PYTHON)
@@ -36,6 +39,13 @@ endif
 .venv/java_home: tools/java.sh | .venv/packages.stamp
 	@tools/java.sh > $@
 
+# Looked for again when there was none, or it has gone.
+ifeq ($(wildcard $(shell cat .venv/browser 2>/dev/null)),)
+.PHONY: .venv/browser
+endif
+.venv/browser: tools/browser.sh | .venv/packages.stamp
+	@tools/browser.sh > $@
+
 .PHONY: demo
 demo: $(READY) ## Fine-tune a real model on two Spark executors and show an answer
 	@[ -f examples/data/stdlib_qa_heldout.jsonl ] || $(RUN) python examples/make_stdlib_qa.py
@@ -43,12 +53,12 @@ demo: $(READY) ## Fine-tune a real model on two Spark executors and show an answ
 	@$(RUN) python examples/show_answers.py runs
 
 .PHONY: test
-test: $(READY) ## The tests, without the slow ones
-	@$(RUN) python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+test: $(READY) .venv/browser ## The tests, without the slow ones
+	@$(RUN) CHROMIUM="$$(cat .venv/browser)" python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-full
-test-full: $(READY) ## All tests; what needs a GPU says so when there is none
-	@$(RUN) python -m pytest $(PYTEST_ARGS)
+test-full: $(READY) .venv/browser ## All tests; what needs a GPU says so when there is none
+	@$(RUN) CHROMIUM="$$(cat .venv/browser)" python -m pytest $(PYTEST_ARGS)
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/packages.stamp ## Unit and rank tests and one Spark run on the oldest versions

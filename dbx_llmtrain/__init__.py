@@ -7,6 +7,8 @@
     cfg = llm.TrainConfig.from_yaml("config.yaml")
     llm.probe()               # every node: GPUs, disk, memory, versions
     llm.plan(cfg)             # what will run and why
+    llm.preview(cfg)          # rows as the model sees them, and what is trained of them
+    llm.prepare(cfg)          # tokenise and pack the data; train() finds the result
     result = llm.train(cfg)
 
 Names are imported when they are first used, so importing the package costs nothing and changes
@@ -19,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbx_llmtrain.api import plan, probe, train
+    from dbx_llmtrain.api import plan, prepare, preview, probe, train
     from dbx_llmtrain.config import TrainConfig
     from dbx_llmtrain.errors import (
         CheckpointError,
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
         SubmitError,
         TrainingFailed,
     )
-    from dbx_llmtrain.records import Audit, ClusterReport, RunPlan, TrainResult
+    from dbx_llmtrain.previewing import Preview
+    from dbx_llmtrain.records import Audit, ClusterReport, PreparedData, RunPlan, TrainResult
 
     __version__: str
 
@@ -43,6 +46,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "LlmTrainError",
+    "PreparedData",
+    "Preview",
     "RunPlan",
     "StagingError",
     "SubmitError",
@@ -51,12 +56,14 @@ __all__ = [
     "TrainingFailed",
     "__version__",
     "plan",
+    "prepare",
+    "preview",
     "probe",
     "train",
 ]
 
 _HOMES = {
-    "api": ("plan", "probe", "train"),
+    "api": ("plan", "prepare", "preview", "probe", "train"),
     "config": ("TrainConfig",),
     "errors": (
         "CheckpointError",
@@ -68,7 +75,8 @@ _HOMES = {
         "SubmitError",
         "TrainingFailed",
     ),
-    "records": ("Audit", "ClusterReport", "RunPlan", "TrainResult"),
+    "previewing": ("Preview",),
+    "records": ("Audit", "ClusterReport", "PreparedData", "RunPlan", "TrainResult"),
 }
 
 

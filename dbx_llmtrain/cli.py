@@ -1,15 +1,18 @@
 """The shell commands, and the wheel's entry point ``main``.
 
-Exit codes: 0 done, 1 the run failed, 2 bad configuration or input, 3 the cluster cannot run it.
+Exit codes: 0 done, 1 the run failed, 2 bad configuration or input, 3 the cluster cannot run it;
+ended by a signal: 129 a closed terminal (SIGHUP), 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +22,7 @@ import click
 
 from dbx_llmtrain import api
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.driver import signals
+from dbx_llmtrain.driver import checks, signals
 from dbx_llmtrain.errors import (
     CheckpointError,
     ClusterError,
@@ -30,6 +33,7 @@ from dbx_llmtrain.errors import (
     StagingError,
 )
 from dbx_llmtrain.records import Record
+from dbx_llmtrain.worker import node
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,11 +43,14 @@ _EPILOG = """Examples:
 \b
   dbx-llmtrain probe
   dbx-llmtrain plan config.yaml train.learning_rate=1e-5
+  dbx-llmtrain preview config.yaml -n 5
+  dbx-llmtrain prepare config.yaml
   dbx-llmtrain train config.yaml tracking.run_name=first
   dbx-llmtrain train config.yaml --master 'local-cluster[2,1,2048]'
 
 Settings are given as key.path=value and win over the file. Exit codes: 0 done, 1 the run
-failed, 2 bad configuration or input, 3 the cluster cannot run it.
+failed, 2 bad configuration or input, 3 the cluster cannot run it; ended by a signal: 129 a
+closed terminal, 130 Ctrl-C, 143 SIGTERM.
 """
 
 
@@ -73,7 +80,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("stopped", err=True)
-        return 1
+        return signals.exit_code(signal.SIGINT)
     except LlmTrainError as error:
         click.echo(f"error: {error}", err=True)
         return exit_code(error)
@@ -126,11 +133,67 @@ def train(
     dbx-llmtrain train config.yaml
     dbx-llmtrain train config.yaml train.max_steps=100 --master 'local-cluster[2,1,2048]'
     """
-    cfg = TrainConfig.from_yaml(config, *overrides)
+    cfg = checks.require(TrainConfig.from_yaml(config, *overrides), purpose="train")
     with _output(as_json), spark_session(master, conf) as spark:
         result = api.train(cfg, spark=spark)
     if as_json:
         _echo(result, as_json)
+
+
+@cli.command(short_help="Tokenise and pack the data of CONFIG.")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@_options
+def prepare(
+    config: Path,
+    overrides: tuple[str, ...],
+    master: str | None,
+    conf: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Tokenise and pack the data of CONFIG, without GPUs; train finds the result.
+
+    \b
+    dbx-llmtrain prepare config.yaml data.max_length=4096
+    """
+    cfg = checks.require(TrainConfig.from_yaml(config, *overrides), purpose="prepare")
+    with _output(as_json), spark_session(master, conf) as spark:
+        prepared = api.prepare(cfg, spark=spark)
+    _echo(prepared, as_json)
+
+
+@cli.command(short_help="Show rows as the model sees them.")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@click.option("-n", "count", default=3, show_default=True, metavar="N", help="Examples to show.")
+@click.option(
+    "--split",
+    default="train",
+    show_default=True,
+    help="train, eval, eval-NAME or test.",
+)
+@_options
+def preview(
+    config: Path,
+    overrides: tuple[str, ...],
+    count: int,
+    split: str,
+    master: str | None,
+    conf: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Show the first examples of CONFIG as the model sees them: every token, and whether it is
+    trained. Prepares the data, without GPUs; NO_COLOR turns the colours off.
+
+    \b
+    dbx-llmtrain preview config.yaml -n 5 data.train_on=all
+    """
+    cfg = checks.require(
+        TrainConfig.from_yaml(config, *overrides), purpose="prepare", shown=(count, split)
+    )
+    with _output(as_json), spark_session(master, conf) as spark:
+        shown = api.preview(cfg, count, split=split, spark=spark)
+    _echo(shown, as_json)
 
 
 @cli.command(short_help="Say what train would run, and why.")
@@ -149,7 +212,7 @@ def plan(
     \b
     dbx-llmtrain plan config.yaml cluster.processes=8
     """
-    cfg = TrainConfig.from_yaml(config, *overrides)
+    cfg = checks.require(TrainConfig.from_yaml(config, *overrides), purpose="train")
     with _output(as_json), spark_session(master, conf) as spark:
         chosen = api.plan(cfg, spark=spark)
     _echo(chosen, as_json)
@@ -170,7 +233,10 @@ def probe(master: str | None, conf: tuple[str, ...], as_json: bool) -> None:
 
 
 def _echo(record: Record, as_json: bool) -> None:
-    click.echo(record.model_dump_json(indent=1) if as_json else str(record))
+    text = record.model_dump_json(indent=1) if as_json else str(record)
+    # Rows have characters that a terminal of another encoding cannot show.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    click.echo(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 @contextlib.contextmanager
@@ -216,14 +282,42 @@ def _start(master: str, settings: dict[str, str]) -> SparkSession:
             f"expected local[N], local-cluster[N,CORES,MIB], spark://HOST:PORT, yarn or k8s://..., "
             f"found {master!r}",
         )
-    if "JAVA_HOME" not in os.environ and shutil.which("java") is None:
-        raise _cannot("java", "is not installed: Spark needs Java 17 (openjdk-17-jre-headless)")
+    _require_java()
     builder = SparkSession.builder.appName("dbx-llmtrain").master(master)
     for name, value in {**_defaults(master), **settings}.items():
         builder = builder.config(name, value)
-    session: SparkSession = builder.getOrCreate()
-    session.sparkContext.setLogLevel("ERROR")
-    return session
+    with node.Capture() as capture:
+        session: SparkSession = builder.getOrCreate()
+        session.sparkContext.setLogLevel("ERROR")
+        _quiet_end(session)
+        return session
+    raise _cannot("Spark", f"cannot be started: {_cause(capture.error)}") from capture.error
+
+
+def _quiet_end(session: SparkSession) -> None:
+    """Spark's own server for accumulators prints a traceback when the JVM is ended first, as by a
+    signal to both."""
+    server = getattr(session.sparkContext, "_accumulatorServer", None)
+    if server is not None:
+        server.handle_error = lambda *_: None
+
+
+def _require_java() -> None:
+    """Raise ``ClusterError`` where Spark would not find a Java: it takes JAVA_HOME's, if set."""
+    home = os.environ.get("JAVA_HOME")
+    if home and not os.access(Path(home) / "bin" / "java", os.X_OK):
+        raise _cannot(
+            "java", f"is not in JAVA_HOME ({home}/bin/java): set it to a Java 17, or unset it"
+        )
+    if not home and shutil.which("java") is None:
+        raise _cannot("java", "is not installed: Spark needs Java 17 (openjdk-17-jre-headless)")
+
+
+def _cause(error: Exception | None) -> str:
+    """An exception in one line; of Java's its message, not where it was thrown."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    java = next((line[1:].strip() for line in lines if line.startswith(":")), None)
+    return java or f"{type(error).__name__}: {lines[0]}"
 
 
 def _defaults(master: str) -> dict[str, str]:
@@ -254,7 +348,10 @@ def _stop(session: SparkSession) -> None:
     context = session.sparkContext
     folder = Path(os.environ.get("SPARK_HOME", "")) / "work" / context.applicationId
     cluster = context.master.startswith("local-cluster")
-    session.stop()
+    # The signal that ends this process may have ended the JVM before it.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    with node.Capture():
+        session.stop()
     if cluster:
         shutil.rmtree(folder, ignore_errors=True)
 

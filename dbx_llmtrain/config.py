@@ -13,9 +13,10 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from dbx_llmtrain import config_checks
+from dbx_llmtrain import config_checks, yaml_text
 from dbx_llmtrain import overrides as overrides_
 from dbx_llmtrain.errors import ConfigError, Problem
+from dbx_llmtrain.secret_text import hide
 from dbx_llmtrain.sections import (
     SECTIONS,
     CheckpointConfig,
@@ -30,29 +31,38 @@ from dbx_llmtrain.sections import (
 
 
 class TrainConfig(Section):
-    """A whole run. ``model.source`` and ``data.train`` are the only fields without a default.
+    """A whole run. ``model.source`` is the only field without a default; ``data.train`` may only be
+    left out where the rows are passed as ``train(cfg, data=...)``.
 
     Raises ``ConfigError`` (also a ``ValueError``) that lists every fault.
     """
 
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     train: OptimConfig = Field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
-    def __init__(self, **sections: Any) -> None:
+    def __init__(self, /, *positional: Any, **sections: Any) -> None:
+        if positional:
+            raise _not_sections(positional[0])
+        sections, secrets = config_checks.without_secrets(sections)
         checked, problems = _check_sections(sections)
         problems += config_checks.combinations(checked)
-        if problems:
-            raise ConfigError(problems)
+        if problems or secrets:
+            raise ConfigError([*secrets, *config_checks.not_told(problems, secrets)])
         super().__init__(**checked)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *overrides: str) -> TrainConfig:
-        """Build from nested mappings; ``overrides`` are ``"train.learning_rate=1e-5"`` strings."""
+        """Build from nested mappings; ``overrides`` are ``"train.learning_rate=1e-5"`` strings.
+
+        One of ``train.epochs`` and ``train.max_steps`` takes the place of the other one.
+        """
+        if isinstance(values, str | Path):
+            raise _not_sections(values)
         if not isinstance(values, Mapping):
             raise ConfigError(
                 [Problem("", f"expected sections {', '.join(SECTIONS)}, found {_kind(values)}")]
@@ -63,17 +73,21 @@ class TrainConfig(Section):
     @classmethod
     def from_yaml(cls, source: str | Path, *overrides: str) -> TrainConfig:
         """Read a YAML file (a path, or the text of one when it holds a line break)."""
+        if not isinstance(source, str | Path):
+            raise _not_sections(source)
         text, name = _read_yaml(source)
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError([Problem("", f"{name} is not valid YAML: {error}")]) from error
+        values, problems = yaml_text.read(text, name)
+        if problems:
+            raise ConfigError(problems)
         if values is None:
             raise ConfigError([Problem("", f"{name} is empty: expected model and data sections")])
         return cls.from_dict(values, *overrides)
 
     def override(self, *overrides: str) -> TrainConfig:
-        """A copy with ``"key.path=value"`` strings applied (values are read as YAML)."""
+        """A copy with ``"key.path=value"`` strings applied (values are read as YAML).
+
+        One of ``train.epochs`` and ``train.max_steps`` takes the place of the other one.
+        """
         changed, problems = overrides_.apply(self.to_dict(), overrides)
         return _build(type(self), changed, problems)
 
@@ -91,8 +105,23 @@ def require(cfg: object) -> TrainConfig:
     """``cfg`` itself. Raises ``ConfigError`` for anything that is not a ``TrainConfig``."""
     if isinstance(cfg, TrainConfig):
         return cfg
-    use = "TrainConfig.from_dict(...)" if isinstance(cfg, Mapping) else "TrainConfig.from_yaml(...)"
-    raise ConfigError([Problem("", f"expected a TrainConfig, found {_kind(cfg)}: use {use}")])
+    raise ConfigError([Problem("", f"expected a TrainConfig, found {_kind(cfg)}: {_use(cfg)}")])
+
+
+def _use(value: object) -> str:
+    """What makes a configuration of a value that is none."""
+    return f"use TrainConfig.{'from_dict' if isinstance(value, Mapping) else 'from_yaml'}(...)"
+
+
+def _not_sections(value: object) -> ConfigError:
+    """The error for a value that was given to the wrong way of making a configuration."""
+    if isinstance(value, TrainConfig):
+        return ConfigError([Problem("", "this is a TrainConfig already: use it as it is")])
+    what = "mappings" if isinstance(value, Mapping) else "the path or the text of a YAML file"
+    use = _use(value) if isinstance(value, Mapping | str | Path) else (
+        "use TrainConfig.from_yaml(path) or TrainConfig.from_dict(mapping)"
+    )  # fmt: skip
+    return ConfigError([Problem("", f"found {_kind(value)}: {use} for {what}")])
 
 
 def _build(
@@ -100,7 +129,7 @@ def _build(
 ) -> TrainConfig:
     """The configuration; faults of the overrides and of the values are reported together."""
     try:
-        cfg = cls(**values)
+        cfg = cls(**{str(name): fields for name, fields in values.items()})
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
@@ -116,15 +145,15 @@ def field_paths() -> list[str]:
 def _check_sections(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """The sections that are valid by themselves, and every fault of the others."""
     problems = [
-        config_checks.unknown_key(name, [*SECTIONS, *field_paths()])
-        for name in values
+        problem
+        for name, value in values.items()
         if name not in SECTIONS
+        for problem in config_checks.unknown_key(name, [*SECTIONS, *field_paths()], value)
     ]
     checked: dict[str, Any] = {}
     for name, cls in SECTIONS.items():
-        if name not in values and name in ("model", "data"):
-            needed = "source" if name == "model" else "train"
-            problems.append(Problem(f"{name}.{needed}", "missing: it has no default"))
+        if name not in values and name == "model":
+            problems.append(Problem("model.source", "missing: it has no default"))
         elif name in values:
             section, found = _check_section(name, cls, values[name])
             problems += found
@@ -144,14 +173,17 @@ def _check_section(
         return None, [Problem(name, f"expected a mapping of fields, found {_kind(value)}")]
     known = {key: item for key, item in value.items() if key in cls.model_fields}
     problems = [
-        config_checks.unknown_key(f"{name}.{key}", field_paths())
-        for key in value
+        problem
+        for key, item in value.items()
         if key not in cls.model_fields
+        for problem in config_checks.unknown_key(f"{name}.{key}", field_paths(), item)
     ]
     for key in list(known):
-        later = config_checks.not_yet(f"{name}.{key}", known[key])
-        if later:
-            problems.append(later)
+        path = f"{name}.{key}"
+        later = config_checks.not_yet(path, known[key])
+        theirs = [] if key in config_checks.MAPPINGS else config_checks.inner_keys(path, known[key])
+        if later or theirs:
+            problems += [later] if later else theirs
             del known[key]
     try:
         section = cls(**known)
@@ -176,4 +208,4 @@ def _read_yaml(source: str | Path) -> tuple[str, str]:
 
 
 def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {str(value)[:60]!r}"
+    return "nothing" if value is None else f"{type(value).__name__} {hide(str(value))[:60]!r}"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dbx_llmtrain import option_names
+from dbx_llmtrain.data_checks import data_problems
 from dbx_llmtrain.errors import Problem
-
-_SECRET_NAME = re.compile(
-    r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY", re.IGNORECASE
-)
+from dbx_llmtrain.secret_text import hidden, is_secret_name, secrets_in
 
 # Set by the launcher for every rank; another value would send a rank to the wrong place.
 _LAUNCHER_NAMES = frozenset(
@@ -36,16 +33,6 @@ _LATER: dict[str, str] = {
     "model.compile": "the model runs uncompiled",
     "model.lora": "all weights are trained",
     "model.load_in_4bit": "weights are kept in full precision",
-    "data.test": "use data.eval",
-    "data.formatter": "rename columns with data.columns",
-    "data.mlm_probability": "data.objective is sft",
-    "data.shuffle": "rows are shuffled every epoch by train.seed",
-    "data.chat_template": "the tokenizer's own template is used",
-    "data.format=sharegpt": "convert the rows to messages",
-    "data.format=tokens": "give text, prompts with completions, or messages",
-    "data.objective=pretrain": "data.format: text trains on every token of a row",
-    "data.objective=mlm": "causal language models only",
-    "data.overflow=split": "use truncate, drop or error",
     "parallel.cpu_offload": "parameters stay on the device",
     "parallel.stage": "use parallel.kind: fsdp, which shards like stage 3",
     "parallel.offload_optimizer": "optimizer state stays on the device",
@@ -77,27 +64,95 @@ _LATER: dict[str, str] = {
     "cluster.max_restarts": "run again with the same tracking.run_name to go on",
     "cluster.stall_timeout": "collectives time out after 10 minutes",
 }
-_MAPPINGS = ("env", "tags", "columns")
-_LATER_LISTS = ("data.train", "data.eval")
-_LATER_SCHEMES = ("table:", "delta:", "models:/")
+MAPPINGS = ("env", "tags", "columns")
+"""Fields whose keys are the user's own."""
+_TYPE_NAMES = ("text", "source", "list", "share", "named", "str", "int", "float", "bool")
+_PATTERNS = {
+    "formatter": "module:function, such as my_rows:to_chat",
+    "eval": "names of letters, digits, dots, dashes and underscores",
+}
+_LATER_SCHEMES = ("models:/",)
 
 
-def is_secret_name(name: str) -> bool:
-    """Whether an environment variable of this name holds a secret by common usage."""
-    return _SECRET_NAME.search(name) is not None
+def without_secrets(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The sections with every secret hidden, and the refusal of each, by the path of its field."""
+    plain = {
+        name: value.model_dump(mode="json", exclude_unset=True)
+        if isinstance(value, BaseModel)
+        else value
+        for name, value in sections.items()
+    }
+    found = list(dict.fromkeys(secrets_in(plain)))
+    if not found:
+        return dict(sections), []
+    problems = [
+        Problem(
+            path,
+            f"has {kind} in it, which a configuration must not hold: set it in the driver's "
+            "environment, from where the ranks get it",
+        )
+        for path, kind in found
+    ]
+    clean: dict[str, Any] = hidden(plain)
+    return clean, problems
 
 
-def unknown_key(path: str, valid: Iterable[str]) -> Problem:
-    """The fault of a key that we do not have, with the name it most likely stands for."""
+def not_told(problems: Iterable[Problem], told: Iterable[Problem]) -> list[Problem]:
+    """Those problems that are about other fields than the ``told`` ones."""
+    paths = [problem.path for problem in told]
+    return [
+        problem
+        for problem in problems
+        if not any(path == problem.path or path.startswith(f"{problem.path}.") for path in paths)
+    ]
+
+
+def unknown_key(path: str, valid: Iterable[str], value: Any = None) -> list[Problem]:
+    """The faults of a key that we do not have, with the name it most likely stands for. Another
+    trainer's mapping of options (``fsdp_config``) is explained option by option."""
     later = not_yet(path, None)
     if later:
-        return later
-    foreign = option_names.find(path)
-    if foreign:
-        return Problem(path, f"unknown key: {foreign.hint()}")
-    close = option_names.nearest(path, valid)
-    hint = f"did you mean {close}?" if close else "dbx_llmtrain.TrainConfig lists the fields"
-    return Problem(path, f"unknown key: {hint}")
+        return [later]
+    if inner := inner_keys(path, value):
+        return inner
+    hint = _explain(option_names.find(path))
+    if not hint:
+        close = option_names.nearest(path, valid)
+        hint = f"did you mean {close}?" if close else "dbx_llmtrain.TrainConfig lists the fields"
+    return [Problem(path, f"unknown key: {hint}")]
+
+
+def inner_keys(path: str, value: Any) -> list[Problem]:
+    """The faults of the keys within another trainer's mapping; none where no key of it is known."""
+    if not isinstance(value, Mapping) or not option_names.has_inner(path):
+        return []
+    problems, known = [], False
+    for key, item in value.items():
+        below = f"{path}.{key}"
+        inner = inner_keys(below, item)
+        hint = _explain(option_names.find(below))
+        known = known or bool(inner or hint)
+        problems += inner or [Problem(below, f"unknown key{hint and f': {hint}'}")]
+    return problems if known else []
+
+
+def _explain(options: Sequence[option_names.ForeignOption]) -> str:
+    """What to write instead of another trainer's option; where several have it, all are named."""
+    told: dict[str | None, list[option_names.ForeignOption]] = {}
+    for option in options:
+        told.setdefault(option.ours, []).append(option)
+    return "; ".join(_hint(ours, some) for ours, some in told.items())
+
+
+def _hint(ours: str | None, options: Sequence[option_names.ForeignOption]) -> str:
+    whose = " and ".join(dict.fromkeys(f"{option.source}'s" for option in options))
+    note = next((option.note for option in options if option.note), "")
+    if ours is None:
+        return f"{whose} {options[0].name} has no counterpart here: {note}"
+    later = not_yet(".".join(ours.split(".")[:2]), None)
+    if later:
+        return f"{whose} name for {ours}, which {later.message.removeprefix(later.path).strip()}"
+    return f"{whose} name for {ours}" + (f" ({note})" if note else "")
 
 
 def not_yet(path: str, value: Any) -> Problem | None:
@@ -106,9 +161,7 @@ def not_yet(path: str, value: Any) -> Problem | None:
         if key in _LATER:
             what = key if "=" not in key else f"{value!r}"
             return Problem(path, f"{what} is not available in this version: {_LATER[key]}")
-    if path in _LATER_LISTS and isinstance(value, list):
-        return Problem(path, "several sources are not available in this version: give one")
-    if path in ("model.source", *_LATER_LISTS) and isinstance(value, str):
+    if path == "model.source" and isinstance(value, str):
         for scheme in _LATER_SCHEMES:
             if value.startswith(scheme):
                 return Problem(path, f"{scheme} sources are not available in this version")
@@ -123,12 +176,16 @@ def from_pydantic(section: str, error: ValidationError) -> list[Problem]:
     grouped: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         keys = [str(key) for key in item["loc"]]
-        depth = 2 if keys and keys[0] in _MAPPINGS else 1
+        depth = 2 if keys and keys[0] in MAPPINGS else 1
         grouped.setdefault(".".join([section, *keys[:depth]]), []).append(item)
     problems = []
     for path, items in grouped.items():
         if any(item["type"] == "missing" and len(item["loc"]) == 1 for item in items):
             problems.append(Problem(path, "missing: it has no default"))
+            continue
+        unknown = next((item["msg"] for item in items if item["type"] == "unknown_key"), None)
+        if unknown:
+            problems.append(Problem(path, unknown))
             continue
         expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
         problems.append(Problem(path, f"expected {expected}, found {_found(path, items[0])}"))
@@ -137,11 +194,19 @@ def from_pydantic(section: str, error: ValidationError) -> list[Problem]:
 
 def _expected(item: Any) -> str:
     message: str = item["msg"]
+    if item["loc"][1:2] == ("share",):
+        shares = "a share of the rows above 0 and less than 1, or a source"
+        return f"{shares} (leave it out to hold no rows out)" if item["input"] == 0 else shares
+    if item["type"] == "string_pattern_mismatch" and item["loc"][0] in _PATTERNS:
+        return _PATTERNS[item["loc"][0]]
+    if item["type"] == "bool_parsing" and item["loc"][:1] == ("packing",):
+        return "true, false"
     if item["type"] == "missing":
         key = item["loc"][-1]
         return f"a value for {f'item {key + 1}' if isinstance(key, int) else key}"
-    inner = [str(key) for key in item["loc"][1:] if str(key).islower() and "[" not in str(key)]
-    where = f" ({inner[-1]})" if inner and item["type"] == "extra_forbidden" else ""
+    inner = [key for key in map(str, item["loc"][1:]) if _is_field(key)]
+    nested = item["type"] == "extra_forbidden" or len(item["loc"]) > 2
+    where = f" ({inner[-1]})" if inner and nested else ""
     message = message.removeprefix("Input should be ").removeprefix("Input should ")
     if item["type"] == "string_type":
         scalar = isinstance(item["input"], int | float | datetime.date)
@@ -149,6 +214,11 @@ def _expected(item: Any) -> str:
     elif item["type"] == "model_type":
         message = "a mapping of fields"
     return (message[0].lower() + message[1:] if message else "another value") + where
+
+
+def _is_field(key: str) -> bool:
+    """Whether part of a pydantic location is a name of a field, not of a type or a position."""
+    return key.islower() and key not in _TYPE_NAMES and not set("[-") & set(key)
 
 
 def _found(path: str, item: Any) -> str:
@@ -161,8 +231,9 @@ def _found(path: str, item: Any) -> str:
 def combinations(sections: Mapping[str, Any]) -> list[Problem]:
     """Faults between fields, of the sections that are valid by themselves."""
     checks = {
+        "model": _model,
         "train": _train,
-        "data": _data,
+        "data": data_problems,
         "cluster": _cluster,
         "checkpoint": _checkpoint,
         "tracking": _tracking,
@@ -175,14 +246,20 @@ def combinations(sections: Mapping[str, Any]) -> list[Problem]:
     ] + _parallel(sections)
 
 
+def _model(model: Any) -> list[Problem]:
+    if model.source.strip():
+        return []
+    return [Problem("model.source", "is empty: expected a hub id, a folder or a .gguf file")]
+
+
 def _train(train: Any) -> list[Problem]:
     problems = []
     if train.epochs is not None and train.max_steps is not None:
         problems.append(
             Problem(
                 "train.max_steps",
-                f"{train.max_steps} steps and train.epochs={train.epochs} contradict each other: "
-                "give one of them",
+                f"{train.max_steps} steps and train.epochs={train.epochs:g} contradict each other: "
+                "give one of them (train.epochs=null takes the epochs back)",
             )
         )
     if train.warmup >= 1 and train.warmup != int(train.warmup):
@@ -207,21 +284,6 @@ def _train(train: Any) -> list[Problem]:
     return problems
 
 
-def _data(data: Any) -> list[Problem]:
-    known = {
-        "messages", "prompt", "completion", "instruction", "input", "output", "context", "response",
-        "text",
-    }  # fmt: skip
-    return [
-        Problem(
-            f"data.columns.{name}",
-            f"unknown name: expected one of {', '.join(sorted(known))} (our name: your column)",
-        )
-        for name in data.columns
-        if name not in known
-    ]
-
-
 def _cluster(cluster: Any) -> list[Problem]:
     secret = (
         "looks like a secret, which a configuration must not hold: set it in the driver's "
@@ -234,6 +296,14 @@ def _cluster(cluster: Any) -> list[Problem]:
             problems.append(Problem(f"cluster.env.{name}", launcher))
         elif is_secret_name(name):
             problems.append(Problem(f"cluster.env.{name}", secret))
+    if cluster.local_dir and not cluster.local_dir.startswith(("/", "~", "dbfs:/")):
+        problems.append(
+            Problem(
+                "cluster.local_dir",
+                "expected an absolute path, since every node has another current folder, found "
+                f"{cluster.local_dir!r}",
+            )
+        )
     return problems
 
 

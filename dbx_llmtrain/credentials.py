@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from dbx_llmtrain.config_checks import is_secret_name
+from dbx_llmtrain.secret_text import hide, is_secret_name
 
 # Fewer characters would blot out ordinary words.
 _SHORTEST = 4
-# "user:password@" of any URI, also with a "/" in the password that should have been quoted (but not
-# "host:5000/a@b"), or a lone token of a web address. A container of "abfss://it@account" stays.
-_IN_URI = re.compile(
-    r"""(?<=://)(?:[^\s/?#:@"'<>]*:(?:[^\s/?#"'<>]*|(?!\d+[/?#])[^\s"'<>]*)@"""
-    r"""|(?<=http://)[^\s/?#"'<>]+@|(?<=https://)[^\s/?#"'<>]+@)"""
-)
 _NAMES = (
     "DATABRICKS_HOST",
     "DATABRICKS_TOKEN",
@@ -72,11 +65,12 @@ def redact(text: str, secrets: Mapping[str, str]) -> str:
     """``text`` with the value of every secret of ``secrets`` replaced by ``***``.
 
     Only values whose name says that they are secret count: a host or a user name stays readable.
-    The user and password within a URI go in any case, known as a secret or not.
+    What looks like a secret by itself goes in any case (the user and password within a URI, tokens
+    of the usual kinds), known as one or not.
     """
     values = {value for name, value in secrets.items() if is_secret_name(name)}
     values |= {quote(value, safe="") for value in values}
-    text = _IN_URI.sub("***@", text)
+    text = hide(text)
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SHORTEST:
             text = text.replace(value, "***")

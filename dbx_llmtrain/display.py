@@ -12,9 +12,19 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dbx_llmtrain.records import Audit, ClusterReport, GpuInfo, NodeReport, RunPlan, TrainResult
+from dbx_llmtrain.records import (
+    Audit,
+    ClusterReport,
+    GpuInfo,
+    NodeReport,
+    PreparedData,
+    RunPlan,
+    TrainResult,
+)
 
 _WIDTH = 100
+_BAR = 40
+_NAMED_BY_TIME = " (without tracking.run_name every call names it by its time)"
 _FIRST_METRICS = ("initial_eval_loss", "eval_loss", "train_loss", "tokens_per_second")
 
 
@@ -62,6 +72,16 @@ def result_text(result: TrainResult) -> str:
 def result_html(result: TrainResult) -> str:
     """The result as HTML."""
     return _html(_result(result))
+
+
+def data_text(data: PreparedData) -> str:
+    """A prepared data set as ASCII text."""
+    return _text(_data(data))
+
+
+def data_html(data: PreparedData) -> str:
+    """A prepared data set as HTML."""
+    return _html(_data(data))
 
 
 def size(count: float) -> str:
@@ -150,11 +170,6 @@ def _packages(nodes: Sequence[NodeReport]) -> list[str | Table]:
 def _plan(plan: RunPlan) -> Page:
     model, data = plan.model, plan.data
     size_of_model = number(model.parameters) if model.parameters else "unknown"
-    batch = (
-        f"{number(plan.global_batch_size)} examples = {_many(plan.world_size, 'rank')} x "
-        f"{plan.micro_batch_size} a micro-batch, up to {_many(plan.accumulation, 'micro-batch')} "
-        "on a rank"
-    )
     steps = (
         f"{number(plan.total_steps)}, of them {number(plan.warmup_steps)} warm-up; "
         f"{number(plan.steps_per_epoch)} an epoch"
@@ -165,9 +180,9 @@ def _plan(plan: RunPlan) -> Page:
         ("model", f"{model.source} ({model.model_type}, {size_of_model} parameters)"),
         ("data", f"{number(plan.examples)} examples of {_sources(data.sources)}, {data.format}"),
         ("ranks", f"{plan.world_size} on {place}, {device}, {plan.strategy}, {plan.precision}"),
-        ("step", batch),
+        ("step", _step(plan)),
         ("steps", steps),
-        ("run folder", plan.run_dir),
+        ("run folder", plan.run_dir + ("" if plan.config.tracking.run_name else _NAMED_BY_TIME)),
     ]
     if plan.resume_from:
         facts.append(("resumes from", plan.resume_from))
@@ -175,8 +190,32 @@ def _plan(plan: RunPlan) -> Page:
     parts: list[str | Table] = [Table((), tuple(facts))]
     if decisions:
         parts.append(Table(("decided", "value", "because"), decisions))
-    parts.append(Table((), _audit_rows(data.audit)))
+    parts += [Table((), _audit_rows(data.audit)), *_overlaps(data)]
     return Page(f"Plan of {plan.run_name}", tuple(parts))
+
+
+def _step(plan: RunPlan) -> str:
+    """How the examples of a step are shared out: a product only where it is one."""
+    total, ranks, micro = plan.global_batch_size, plan.world_size, plan.micro_batch_size
+    examples = _many(total, "example")
+    if total == ranks * micro * plan.accumulation:
+        batches = _many(plan.accumulation, "micro-batch")
+        text = f"{examples} = {_many(ranks, 'rank')} x {batches} of {number(micro)}"
+    else:
+        share = math.ceil(total / ranks)
+        shared = "up to " if total > ranks and total % ranks else ""
+        busy = _many(min(ranks, total), "rank")
+        text = f"{examples}: {shared}{number(share)} on each of {busy}"
+        if ranks == 1:
+            text = f"{examples}: all on 1 rank"
+        if plan.accumulation > 1:
+            batches = _many(plan.accumulation, "micro-batch")
+            text += f", in {shared}{batches} of at most {number(micro)}"
+        if ranks > total:
+            text += f"; {_many(ranks - total, 'rank')} without any"
+    if plan.examples < total:
+        text += f"; an epoch has only {number(plan.examples)}"
+    return text
 
 
 def _result(result: TrainResult) -> Page:
@@ -219,18 +258,90 @@ def _metric(name: str, value: float) -> str:
     return size(value) if name.endswith("_bytes") else number(value)
 
 
+def _data(data: PreparedData) -> Page:
+    facts: list[tuple[str, ...]] = [(role, source) for role, source in data.sources.items()]
+    facts += [("format", data.format), ("folder", data.artifact.source)]
+    facts += [("size", size(data.artifact.size))]
+    splits = tuple(
+        (name, *map(number, (info.rows, info.examples, info.tokens, info.trained)))
+        for name, info in data.splits.items()
+    )
+    parts: list[str | Table] = [
+        Table((), tuple(facts)),
+        Table(("split", "documents", "examples", "tokens", "trained tokens"), splits),
+        Table((), _audit_rows(data.audit)),
+        *_overlaps(data),
+    ]
+    if data.audit.lengths:
+        headers = ("tokens of a training document", "documents")
+        parts.append(Table(headers, _length_rows(data.audit.lengths)))
+    return Page("Prepared data", tuple(parts))
+
+
+def _length_rows(lengths: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The histogram of lengths, without the empty ends."""
+    first = next(place for place, count in enumerate(lengths) if count)
+    most = max(lengths)
+    return tuple(
+        (
+            f"{number(2**place)} to {number(2 ** (place + 1) - 1)}",
+            f"{number(count)} {'#' * round(_BAR * count / most)}".rstrip(),
+        )
+        for place, count in enumerate(lengths)
+        if place >= first
+    )
+
+
 def _audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
-    dropped = ", ".join(f"{number(rows)} {reason}" for reason, rows in audit.dropped.items())
     packs = f"{number(audit.packs)}, {audit.packing_efficiency:.0%} filled"
-    return (
-        ("rows read", number(audit.read_rows)),
+    rows = [
+        ("rows read", rows_read(audit)),
         ("rows trained", number(audit.train_rows)),
         ("rows held out", number(audit.eval_rows)),
-        ("rows dropped", dropped or "0"),
+    ]
+    if audit.test_rows:
+        rows.append(("rows to test", number(audit.test_rows)))
+    rows.append(("rows dropped", _counts(audit.dropped)))
+    if audit.dropped_examples:
+        rows.append(("examples dropped", _counts(audit.dropped_examples)))
+    rows += [
         ("rows truncated", number(audit.truncated_rows)),
         ("tokens", f"{number(audit.tokens)}, of them {number(audit.trained_tokens)} trained"),
+        ("tokens left out", tokens_left_out(audit)),
         ("examples", packs),
+    ]
+    return tuple(rows)
+
+
+def rows_read(audit: Audit) -> str:
+    """Rows read, and how they came from those of the sources where weights took them otherwise."""
+    read, rows = audit.read_rows, audit.source_rows
+    if not rows or read == rows:
+        return number(read)
+    if read % rows:
+        return f"{number(read)}: {_many(rows, 'row')}, by the weights of their sources"
+    return f"{number(read)}: {_many(rows, 'row')}, read {read // rows} times"
+
+
+def tokens_left_out(audit: Audit) -> str:
+    """Tokens that were encoded and are in no example, of all splits."""
+    return (
+        f"{number(audit.cut_tokens)} cut away, {number(audit.dropped_tokens)} of what was dropped"
     )
+
+
+def _overlaps(data: PreparedData) -> list[str]:
+    """Held-out rows that are trained on: what they measure is no generalisation."""
+    return [
+        f"Warning: {number(info.rows_in_train)} of {_many(info.rows, 'row')} of {name} are "
+        "training rows too: their loss says nothing about rows that the model has not seen"
+        for name, info in data.splits.items()
+        if info.rows_in_train
+    ]
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{number(rows)} {reason}" for reason, rows in counts.items()) or "0"
 
 
 def _sources(sources: dict[str, str]) -> str:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,14 @@ class StagingError(LlmTrainError):
 
 
 class DataError(LlmTrainError):
-    """The data cannot be read, is not of a known shape, or leaves nothing to train on."""
+    """The data cannot be read, is not of a known shape, or leaves nothing to train on.
+
+    ``problems`` has one for every source that is at fault, where that is known.
+    """
+
+    def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        super().__init__(message)
 
 
 class CheckpointError(LlmTrainError):
@@ -136,3 +144,32 @@ class TrainingFailed(LlmTrainError):
         if self.advice:
             parts.append(f"What to do: {self.advice}")
         return "\n\n".join(parts)
+
+
+def together(found: Sequence[LlmTrainError]) -> LlmTrainError:
+    """One error for several that were found at once: a single one as it is, a ``ClusterError``
+    where all are about the cluster, else a ``ConfigError`` with the problems of them all."""
+    if len(found) == 1:
+        return found[0]
+    findings = [error.findings for error in found if isinstance(error, ClusterError)]
+    if len(findings) == len(found):
+        return ClusterError([finding for some in findings for finding in some])
+    return ConfigError(list(dict.fromkeys(item for error in found for item in _problems(error))))
+
+
+def _problems(error: LlmTrainError) -> Sequence[Problem]:
+    """An error in the form of problems with a path."""
+    if isinstance(error, ConfigError | DataError) and error.problems:
+        return error.problems
+    if isinstance(error, ClusterError):
+        return [
+            Problem(_SETTING.get(finding.check, f"cluster ({finding.check})"), finding.message)
+            for finding in error.findings
+            if finding.level == "error"
+        ]
+    path, _, rest = str(error).partition(": ")
+    return [Problem(path, rest) if _PATH.fullmatch(path) else Problem("", str(error))]
+
+
+_PATH = re.compile(r"[a-z_]+(\.[\w-]+)+")
+_SETTING = {name: "cluster.processes" for name in ("task slots", "process slots", "GPUs")}

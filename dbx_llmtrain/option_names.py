@@ -95,7 +95,7 @@ prepared rows are mapped into memory
 dataloader_pin_memory, dataloader_multiprocessing_context, dataloader_in_order -- \
 prepared rows are mapped into memory
 remove_unused_columns, label_names -> data.columns ; {our name: theirs}
-group_by_length, length_column_name, train_sampling_strategy -> data.packing
+group_by_length, length_column_name, train_sampling_strategy -> data.group_by_length
 ddp_find_unused_parameters, ddp_bucket_cap_mb, ddp_broadcast_buffers, ddp_static_graph -- \
 DDP needs no tuning for these models
 ddp_backend -- nccl on GPUs, gloo on CPU
@@ -159,8 +159,8 @@ num_machines, machine_rank, main_process_ip, main_process_port -- Spark places t
 same_network, rdzv_backend, rdzv_conf, main_training_function, compute_environment -- \
 Spark places the ranks
 gpu_ids, enable_cpu_affinity -- Spark gives every rank its GPU
-distributed_type -> parallel.kind ; NO: single, MULTI_GPU: ddp, FSDP: fsdp, DEEPSPEED: deepspeed
-multi_gpu, use_fsdp, use_deepspeed -> parallel.kind ; ddp, fsdp or deepspeed
+distributed_type -> parallel.kind ; NO: single, MULTI_GPU: ddp, FSDP: fsdp; later DEEPSPEED
+multi_gpu, use_fsdp, use_deepspeed -> parallel.kind ; ddp or fsdp; later deepspeed
 mixed_precision -> train.precision
 downcast_bf16, tpu_env, tpu_use_cluster, tpu_use_sudo, tpu_name, tpu_zone -- TPUs are not supported
 mpirun_config, mpirun_hostfile -- MPI is not used: Spark starts the ranks
@@ -177,7 +177,7 @@ offload_optimizer_nvme_path, offload_param_nvme_path -> parallel.nvme_dir
 gradient_clipping -> train.max_grad_norm
 fsdp_version -- FSDP 2 (fully_shard)
 fsdp_sharding_strategy, sharding_strategy, fsdp_reshard_after_forward, reshard_after_forward -> \
-parallel.shard ; FULL_SHARD: full, SHARD_GRAD_OP: grad_op, HYBRID_SHARD: hybrid
+parallel.shard ; FULL_SHARD: full; later SHARD_GRAD_OP: grad_op, HYBRID_SHARD: hybrid
 fsdp_offload_params, fsdp_cpu_offload, cpu_offload -> parallel.cpu_offload
 fsdp_auto_wrap_policy, fsdp_min_num_params, auto_wrap_policy -- every block is sharded
 fsdp_transformer_layer_cls_to_wrap -- every block is sharded
@@ -313,12 +313,6 @@ class ForeignOption:
     ours: str | None
     note: str = ""
 
-    def hint(self) -> str:
-        """The sentence an error message shows for this name."""
-        if self.ours is None:
-            return f"{self.source}'s {self.name} has no counterpart here: {self.note}"
-        return f"{self.source}'s name for {self.ours}" + (f" ({self.note})" if self.note else "")
-
 
 def _read(source: str, table: str) -> list[ForeignOption]:
     options = []
@@ -342,26 +336,31 @@ OPTIONS: tuple[ForeignOption, ...] = (
 )
 
 
-def find(name: str) -> ForeignOption | None:
-    """The entry for ``name``, whatever the case and the separators, or ``None``.
+def find(name: str) -> list[ForeignOption]:
+    """The entries for ``name``, whatever the case and the separators: one for every trainer that
+    has it.
 
-    All parts of an entry's name have to be the last ones of ``name``; failing that, its last part
-    alone, except where that says nothing.
+    All parts of an entry's name have to be the last ones of ``name``, as many as possible; failing
+    that, its last part alone, except where that says nothing. Within ``fsdp_config`` the prefix
+    ``fsdp_`` may be left out.
     """
     wanted = _canonical(name)
-    for option in OPTIONS:
-        parts = _canonical(option.name)
-        if wanted[-len(parts) :] == parts:
-            return option
-    vague = {"enabled", "type", "name", "device", "library", "filenames"}
-    return next(
-        (
-            option
-            for option in OPTIONS
-            if _canonical(option.name)[-1] == wanted[-1] and wanted[-1] not in vague
-        ),
-        None,
-    )
+    fitting = [(o, _canonical(o.name)) for o in OPTIONS]
+    whole = [(o, parts) for o, parts in fitting if wanted[-len(parts) :] == parts]
+    if whole:
+        longest = max(len(parts) for _, parts in whole)
+        return [o for o, parts in whole if len(parts) == longest]
+    if "fsdpconfig" in wanted[:-1] and not wanted[-1].startswith("fsdp"):
+        return find(f"fsdp_{name.rpartition('.')[2]}")
+    if wanted[-1] in ("enabled", "type", "name", "device", "library", "filenames"):
+        return []
+    return [o for o, parts in fitting if parts[-1] == wanted[-1]]
+
+
+def has_inner(name: str) -> bool:
+    """Whether ``name`` is a mapping of options of another trainer, such as ``fsdp_config``."""
+    last = _canonical(name)[-1]
+    return any(last in _canonical(option.name) for option in OPTIONS)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str | None:

@@ -126,11 +126,13 @@ def make_plan(
 
 def identity(plan: RunPlan) -> dict[str, Any]:
     """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
+    order = {"shuffle", "group_by_length", "longest_first", "objective", "mlm_probability"}
     return {
         "model": plan.model.artifact.fingerprint,
         "data": plan.data.artifact.fingerprint,
         "global_batch_size": plan.global_batch_size,
         "seed": plan.config.train.seed,
+        **plan.config.data.model_dump(include=order),
     }
 
 
@@ -256,12 +258,17 @@ def _batch(cfg: TrainConfig, ranks: int) -> tuple[_Batch, list[Problem]]:
                 "gradient_accumulation_steps",
             )
         )
-    accumulation = math.ceil(math.ceil(total / ranks) / micro)
+    share = math.ceil(total / ranks)
+    accumulation = math.ceil(share / micro)
+    if micro > share:
+        why_micro += f"; a rank has at most {share} of a step"
     decisions = (
         Decision(name="train.global_batch_size", value=total, reason=why_total),
         Decision(name="train.micro_batch_size", value=micro, reason=why_micro),
         Decision(
-            name="accumulation", value=accumulation, reason=f"{total} / {ranks} ranks / {micro}"
+            name="accumulation",
+            value=accumulation,
+            reason=f"ceil({share} examples on a rank / {micro})",
         ),
     )
     return _Batch(total, micro, accumulation, decisions), problems

@@ -3,13 +3,40 @@ reference."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
+from dbx_llmtrain import option_names
+from dbx_llmtrain.errors import ConfigError, Problem
+
+
+def _no_truth(value: Any) -> Any:
+    """Python takes ``true`` for 1; in a configuration it is a slip."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "Input should be a number")
+    return value
+
+
+NOT_BOOL = BeforeValidator(_no_truth)
+PositiveInt = Annotated[int, Field(gt=0), NOT_BOOL]
+NonNegativeInt = Annotated[int, Field(ge=0), NOT_BOOL]
+Positive = Annotated[float, Field(gt=0), NOT_BOOL]
+NonNegative = Annotated[float, Field(ge=0), NOT_BOOL]
+Number = Annotated[float, NOT_BOOL]
+Share = Annotated[float, Field(gt=0, lt=1), NOT_BOOL]
+EVAL_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+EvalName = Annotated[str, Field(pattern=EVAL_NAME)]
 
 
 class Section(BaseModel):
@@ -19,12 +46,21 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
     )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refused by a ``ConfigError`` that says how a setting is changed."""
+        section = next((key for key, cls in SECTIONS.items() if type(self) is cls), "")
+        path = f"{section}.{name}" if section else name
+        raise ConfigError(
+            [Problem(path, f"a configuration is frozen: use cfg = cfg.override({f'{path}=...'!r})")]
+        )
+
 
 class ModelConfig(Section):
     """Which model is trained."""
 
     source: str
-    """Hugging Face hub id, folder (also ``/Volumes/...``, ``dbfs:/...``) or ``.gguf`` file."""
+    """Hugging Face hub id, folder (also ``/Volumes/...``, ``dbfs:/...``), ``.gguf`` file, or
+    ``package:NAME/FILE``: a file or folder of an installed Python package."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model; resolved to a commit that the plan records."""
@@ -41,43 +77,157 @@ class SourceConfig(Section):
     """One data source."""
 
     path: str
-    """File or glob (``.jsonl``, ``.json``, ``.csv``, ``.parquet``), also under ``/Volumes``."""
+    """File, folder or glob (``.jsonl``, ``.json``, ``.csv``, ``.parquet``), Delta table (a folder
+    or ``table:catalog.schema.name``) or hub data set id."""
+
+    name: str | None = None
+    """Subset of a hub data set, such as ``main``."""
+
+    split: str | None = None
+    """Split of a hub data set, such as ``train`` or ``train[:5%]``. Default ``train``."""
+
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set; resolved to a commit."""
+
+    version: NonNegativeInt | str | None = None
+    """Version number or timestamp of a Delta table. Default: the newest, noted by its number."""
+
+    weight: Annotated[float, Field(gt=0, le=1000), NOT_BOOL] = 1.0
+    """How often each row of a training source is taken: 2 is twice, 0.25 a quarter of the rows
+    (chosen by the hash of their content), 1.5 all of them and half of them again."""
 
     max_rows: PositiveInt | None = None
     """Use at most this many rows, in the order of the source."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            told = [
+                f"unknown key {key}: "
+                + (f"did you mean {close}?" if close else f"expected {names}")
+                for key in map(str, value)
+                if key not in cls.model_fields
+                for names in [", ".join(cls.model_fields)]
+                for close in [option_names.nearest(key, cls.model_fields)]
+            ]
+            if told:
+                raise PydanticCustomError("unknown_key", "{told}", {"told": "; ".join(told)})
+        return value
+
+
+Source = str | SourceConfig
+
+
+def _kind_of_source(value: Any) -> str | None:
+    """Which of the shapes of ``data.train``, ``eval`` and ``test`` a value is meant to have."""
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return "share"
+    if isinstance(value, list | tuple):
+        return "list"
+    if isinstance(value, SourceConfig):
+        return "source"
+    if isinstance(value, Mapping):
+        is_source = not value or not SourceConfig.model_fields.keys().isdisjoint(value)
+        return "source" if is_source else "named"
+    return None
+
+
+def _kind_without_names(value: Any) -> str | None:
+    kind = _kind_of_source(value)
+    return "source" if kind == "named" else kind
+
+
+def _one_of(expected: str, *, named: bool = False) -> Discriminator:
+    kind = _kind_of_source if named else _kind_without_names
+    return Discriminator(kind, custom_error_type="source", custom_error_message=expected)
+
+
+_Text = Annotated[str, Tag("text")]
+_Source = Annotated[SourceConfig, Tag("source")]
+_OneSource = Annotated[_Text | _Source, _one_of("text or a mapping of fields")]
+_List = Annotated[list[_OneSource], Field(min_length=1), Tag("list")]
+_Share = Annotated[Share, Tag("share")]
+_Named = Annotated[dict[EvalName, _OneSource], Tag("named")]
+_SEVERAL = "text, a mapping of fields or a list of sources"
+
+TrainSources = Annotated[_Text | _Source | _List, _one_of(_SEVERAL)]
+TestSources = Annotated[
+    _Text | _Source | _List | _Share, _one_of(f"{_SEVERAL} (or a share between 0 and 1)")
+]
+EvalSources = Annotated[
+    _Text | _Source | _List | _Share | _Named,
+    _one_of(
+        f"{_SEVERAL} (or a share between 0 and 1, or a mapping of names to sources)", named=True
+    ),
+]
 
 
 class DataConfig(Section):
     """What it is trained on, and which tokens count."""
 
-    train: str | SourceConfig
-    """The training rows."""
+    train: TrainSources | None = None
+    """The training rows: a source, or a list of sources that are mixed by their ``weight``. May be
+    left out where the rows are passed as ``train(cfg, data=...)``."""
 
-    eval: str | SourceConfig | Share | None = None
-    """Held-out rows: a source, or the fraction of the training rows to hold out (chosen by the
-    hash of a row's content, never by its position)."""
+    eval: EvalSources | None = None
+    """Held-out rows: a source or a list of them, named ones (``{name: source}``), or the share of
+    the training rows to hold out (chosen by the hash of a row's content, never by its position)."""
 
-    format: Literal["auto", "messages", "prompt_completion", "instruction", "text"] = "auto"
+    test: TestSources | None = None
+    """Rows for one more evaluation after the last step: a source, a list of them, or a share."""
+
+    format: Literal[
+        "auto", "messages", "sharegpt", "instruction", "prompt_completion", "text", "tokens"
+    ] = "auto"
     """Shape of a row. ``auto`` recognises it by its columns and refuses what is ambiguous."""
 
     columns: dict[str, str] = Field(default_factory=dict)
     """Names of the columns where they are not the usual ones: ``{our name: theirs}``."""
 
-    objective: Literal["sft"] = "sft"
-    """Supervised fine-tuning."""
+    formatter: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")] | None = None
+    """``module:function`` of a function that gets a row as a dict and returns one of a supported
+    shape, or None to leave it out. A function itself is passed as ``train(cfg, formatter=...)``."""
+
+    objective: Literal["sft", "pretrain", "mlm"] = "sft"
+    """``sft``: supervised fine-tuning; ``pretrain``: every token of a text; ``mlm``: masked tokens,
+    for models like BERT."""
+
+    mlm_probability: Share = 0.15
+    """Share of the tokens that ``objective: mlm`` predicts."""
 
     train_on: Literal["completion", "assistant", "last_assistant", "all"] | None = None
     """Which tokens are trained. Unset: ``assistant`` for chats, ``completion`` for prompts with an
-    answer, ``all`` for plain text."""
+    answer, ``all`` for plain text. For chats that are not split into prompt and completion,
+    ``completion`` is the same as ``assistant``."""
 
     max_length: PositiveInt = 2048
     """Tokens of a row, and of a pack, at most."""
 
-    overflow: Literal["truncate", "drop", "error"] = "truncate"
-    """What becomes of a longer row. A row whose every trained token is cut is dropped, counted."""
+    overflow: Literal["truncate", "drop", "split", "error"] = "truncate"
+    """What becomes of a longer row. A row whose every trained token is cut is dropped, counted;
+    ``split`` makes several examples of it."""
 
-    packing: bool = True
-    """Lay short rows end to end in one example; they never see each other."""
+    packing: bool | Literal["concat"] = True
+    """Lay short rows end to end in one example; they never see each other. ``concat``, for
+    ``objective: pretrain``: all texts end to end, cut every ``max_length`` tokens."""
+
+    shuffle: bool = True
+    """Another order of the examples in every epoch, by ``train.seed``. Without it they are taken in
+    the order of the sources, every epoch the same."""
+
+    group_by_length: bool = False
+    """Put examples of about the same length into the same step. Needs ``packing: false``."""
+
+    longest_first: bool = False
+    """Begin with the longest examples, so that a lack of memory shows in the first step."""
+
+    chat_template: str | None = None
+    """Chat template instead of the tokenizer's own: a file, the template itself, or ``chatml``."""
 
     cache_dir: str | None = None
     """Where prepared data and converted models are kept, on storage that every node sees.
@@ -97,7 +247,7 @@ class ParallelConfig(Section):
 class OptimConfig(Section):
     """Fields of ``train``: batch, length and optimizer of the run."""
 
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Positive | None = None
     """Passes over the data. Default 1 when ``max_steps`` is not given."""
 
     max_steps: PositiveInt | None = None
@@ -113,28 +263,28 @@ class OptimConfig(Section):
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
     """Examples a rank runs at once. Never changes the numbers, only speed and memory."""
 
-    learning_rate: Annotated[float, Field(gt=0, lt=10)] = 2e-5
+    learning_rate: Annotated[float, Field(gt=0, lt=10), NOT_BOOL] = 2e-5
     """The highest learning rate, reached after the warm-up."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up, down to ``min_learning_rate`` at the last step."""
 
-    warmup: Annotated[float, Field(ge=0)] = 0.03
+    warmup: NonNegative = 0.03
     """Steps of linear warm-up (an integer), or their share of the run (below 1; rounded up)."""
 
-    min_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    min_learning_rate: NonNegative = 0.0
     """Learning rate of the last step. 0: of the step that would follow it, so that it learns."""
 
     optimizer: Literal["adamw"] = "adamw"
     """AdamW, fused where the device has it."""
 
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: NonNegative = 0.0
     """Decoupled decay of matrices; norms, biases and other vectors never decay."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Number, Number] = (0.9, 0.999)
     """AdamW's averaging constants."""
 
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    max_grad_norm: NonNegative = 1.0
     """Clip the gradient's global norm to this, once per step. 0: never."""
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"

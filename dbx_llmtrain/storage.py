@@ -154,6 +154,13 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_empty(folder: Path) -> None:
+    """Delete a folder that has nothing but empty folders in it."""
+    for inner, _, _ in os.walk(folder, topdown=False):
+        with contextlib.suppress(OSError):  # it is not empty
+            Path(inner).rmdir()
+
+
 class GrowingFile:
     """A log that grows on local disk and is republished whole to shared storage now and then."""
 

@@ -16,6 +16,7 @@ import logging
 import os
 import queue
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -65,8 +66,11 @@ METRICS: dict[str, str] = {
     "memory_bytes": "peak memory of rank 0's device (of its process on CPU) so far",
     "eval_loss": "mean loss of the held-out rows' trained tokens",
     "eval_perplexity": "exp(eval_loss)",
+    "test_loss": "mean loss of the test rows' trained tokens, once, after the last step",
+    "test_perplexity": "exp(test_loss)",
 }
-"""Names of the metrics of events and of the MLflow run. Step = optimizer steps done.
+"""Names of the metrics of events and of the MLflow run. Step = optimizer steps done. Held-out sets
+with a name have ``eval_<name>_loss`` and ``eval_<name>_perplexity`` as well.
 
 At the end the metrics of the result are logged at the last step, so that the last value of
 ``tokens_per_second`` and ``eval_loss`` is that of the whole run.
@@ -110,7 +114,7 @@ def open_run(cfg: TrainConfig, run_name: str, default_store: Path) -> DriverRun 
         uri = store_uri(default_store, has_parent=parent is not None)
         secrets = {**worker_secrets(os.environ), **uri_credentials(uri)}
         with opening(uri):
-            client = mlflow.MlflowClient(tracking_uri=uri)
+            client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
         experiment = experiment_id(client, cfg.tracking.experiment, parent, default_store)
         tags = {**context_tags(), **cfg.tracking.tags}
         tags["dbx_llmtrain.run_dir"] = str(default_store / run_name)
@@ -328,7 +332,7 @@ def how_to_open(plan: TrackingPlan) -> str:
         return plan.uri.rstrip("/") + page
     if plan.by_rank:
         return f"the experiment's page in the workspace, run {plan.run_id}"
-    return f"mlflow ui --backend-store-uri '{plan.uri}'   # then http://127.0.0.1:5000{page}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(plan.uri)}   # then http://127.0.0.1:5000{page}"
 
 
 def flat_params(plan: RunPlan) -> dict[str, str]:

@@ -157,7 +157,8 @@ class Run:
         with guard, impatient(timeout):
             import mlflow
 
-            call(mlflow.MlflowClient(tracking_uri=self._uri))
+            # Without a registry it would ask Spark for one, whose JVM may have been ended.
+            call(mlflow.MlflowClient(tracking_uri=self._uri, registry_uri=self._uri))
         if guard.error is None:
             return "done"
         code = getattr(guard.error, "error_code", "INTERNAL_ERROR")

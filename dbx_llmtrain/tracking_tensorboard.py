@@ -40,12 +40,12 @@ FOLDER = "tensorboard"
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("loss", "learning_rate", "grad_norm", "skipped_steps"),
-    "eval": ("eval_loss", "eval_perplexity"),
+    "eval": ("eval_loss", "eval_perplexity", "test_loss", "test_perplexity"),
     "speed": ("tokens_per_second", "seconds_per_step", "memory_bytes"),
     "seen": ("rows_seen", "tokens_seen", "trained_tokens_seen"),
 }
 """In which group of charts each metric of ``tracking.METRICS`` is. The result's own metrics, one
-value each at the last step, are in ``result``."""
+value each at the last step, are in ``result``; those of held-out sets with a name in ``eval``."""
 
 _TAGS = {name: f"{group}/{name}" for group, names in GROUPS.items() for name in names}
 
@@ -65,18 +65,22 @@ def check(cfg: TrainConfig) -> None:
 
 
 @contextmanager
-def event_files(plan: RunPlan, *, every: float = 30.0) -> Iterator[Callable[[Event], None]]:
+def event_files(
+    plan: RunPlan, *, notebook: bool = False, every: float = 30.0
+) -> Iterator[Callable[[Event], None]]:
     """What takes the events of a run, for as long as the block lasts; it never raises.
 
     With ``tracking.tensorboard`` they go to a file of this attempt in ``tensorboard/`` of the run
     folder, which is published every ``every`` seconds and when the block ends, by success or
-    failure. Without it nothing is done.
+    failure. Without it nothing is done. How they are opened is printed: in a ``notebook`` by two
+    magics, elsewhere by a command.
     """
     if not plan.config.tracking.tensorboard:
         yield _ignore
         return
     folder = storage.local_path(plan.run_dir) / FOLDER
-    click.echo(f"%tensorboard --logdir {shlex.quote(str(folder))}")
+    command = f"tensorboard --logdir {shlex.quote(str(folder))}"
+    click.echo(f"%load_ext tensorboard\n%{command}" if notebook else command)
     with ExitStack() as stack:
         take: Callable[[Event], None] = _ignore
         with Guard("opening the event file", set(), where="TensorBoard"):
@@ -188,7 +192,10 @@ def _messages(event: Event) -> list[Message]:
     if event.kind == "finished":
         values = {f"result/{name}": value for name, value in event.metrics.items()}
     else:
-        values = {_TAGS.get(name, f"train/{name}"): value for name, value in event.metrics.items()}
+        others = "eval" if event.kind == "eval" else "train"  # eval_<name>_loss
+        values = {
+            _TAGS.get(name, f"{others}/{name}"): value for name, value in event.metrics.items()
+        }
     if not values:
         return []
     scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]

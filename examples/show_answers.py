@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -106,7 +107,7 @@ def report(run: Path, question: str | None) -> Iterable[str]:
     yield f"Exported model: {exported}"
     tracking = plan.get("tracking")
     if tracking:
-        yield f"MLflow's page:  mlflow ui --backend-store-uri {tracking['uri']}"
+        yield f"MLflow's page:  mlflow ui --backend-store-uri {shlex.quote(tracking['uri'])}"
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
 """A test of a training run, to copy into your own project and change.
 
 The YAML that trains on the cluster also trains here, in a plain Spark of two threads without a GPU:
-the model is replaced by a tiny one of the same kind, the number of steps by a few. ::
+the model is replaced by a tiny one of the same kind, the rows by a few of the same shape, and a few
+steps are made. A copy runs as it is; then let ``CONFIG`` be your own file. ::
 
-    pytest examples/test_my_training.py
+    pytest test_my_training.py
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ import pytest
 
 import dbx_llmtrain as llm
 
-CONFIG = Path(__file__).parent / "quickstart.yaml"
+# Your own instead: CONFIG = Path(__file__).parent / "config.yaml"
+CONFIG: Path | str = """
+model:
+  source: HuggingFaceTB/SmolLM2-135M-Instruct
+data:
+  train: train.jsonl
+  max_length: 512
+train:
+  epochs: 1
+  global_batch_size: 4
+"""
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from dbx_llmtrain.records import (
     NodeReport,
     PreparedData,
     RunPlan,
+    SplitInfo,
     TrainResult,
 )
 
@@ -55,9 +56,10 @@ def data() -> PreparedData:
         artifact=artifact("data"),
         audit=audit(),
         format="messages",
-        train_examples=12,
-        eval_examples=2,
-        eval_rows=10,
+        splits={
+            "train": SplitInfo(examples=12, rows=90, tokens=9000, trained=4000),
+            "eval": SplitInfo(examples=2, rows=10, tokens=1000, trained=450),
+        },
         sources={"train": "/data/train.jsonl", "eval": "/data/eval.jsonl"},
     )
 

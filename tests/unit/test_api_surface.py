@@ -20,6 +20,8 @@ EXPORTED = [
     "ConfigError",
     "DataError",
     "LlmTrainError",
+    "PreparedData",
+    "Preview",
     "RunPlan",
     "StagingError",
     "SubmitError",
@@ -28,14 +30,17 @@ EXPORTED = [
     "TrainingFailed",
     "__version__",
     "plan",
+    "prepare",
+    "preview",
     "probe",
     "train",
 ]
 
 FIELDS = """
 model.source model.revision model.attention model.trust_remote_code
-data.train data.eval data.format data.columns data.objective data.train_on data.max_length
-data.overflow data.packing data.cache_dir
+data.train data.eval data.test data.format data.columns data.formatter data.objective
+data.mlm_probability data.train_on data.max_length data.overflow data.packing data.shuffle
+data.group_by_length data.longest_first data.chat_template data.cache_dir
 parallel.kind parallel.shard
 train.epochs train.max_steps train.global_batch_size train.gradient_accumulation_steps
 train.micro_batch_size train.learning_rate train.schedule train.warmup train.min_learning_rate
@@ -88,4 +93,4 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 
 def test_commands() -> None:
-    assert sorted(cli.cli.commands) == ["plan", "probe", "train"]
+    assert sorted(cli.cli.commands) == ["plan", "prepare", "preview", "probe", "train"]

@@ -30,7 +30,7 @@ GOOD = "model: {source: /models/x}\ndata: {train: rows.jsonl}\n"
         (GOOD, ["train.epochs=many"], ["train.epochs: expected", "found 'many'"]),
         (GOOD + "train: [1]\n", [], ["train: expected a mapping of fields, found list"]),
         ("model: {source: /models/x}\n", [], ["data.train: missing"]),
-        ("{}\n", [], ["2 problems", "model.source: missing", "data.train: missing"]),
+        ("{}\n", [], ["1 problem", "model.source: missing"]),
         ("", [], ["is empty: expected model and data sections"]),
         ("model: {source: [\n", [], ["is not valid YAML"]),
         ("- 1\n- 2\n", [], ["expected sections model, data, ", "found list"]),
@@ -102,7 +102,7 @@ WITHOUT_A_SESSION = """
 import sys
 import dbx_llmtrain as llm
 
-cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "y"})
+cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "table:a.b.c"})
 for call in (llm.train, llm.plan, llm.probe):
     try:
         call(cfg)
@@ -128,7 +128,7 @@ def test_without_a_spark_session(tmp_path: Path) -> None:
 
 def test_a_spark_connect_session_is_refused() -> None:
     connect = type("SparkSession", (), {"__module__": "pyspark.sql.connect.session"})()
-    cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "y"})
+    cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "table:a.b.c"})
     with pytest.raises(llm.ClusterError, match="a classic compute with dedicated access") as caught:
         llm.train(cfg, spark=connect)
     assert cli.exit_code(caught.value) == 3
@@ -136,7 +136,7 @@ def test_a_spark_connect_session_is_refused() -> None:
 
 def test_without_pyspark_the_functions_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)
-    cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "y"})
+    cfg = llm.TrainConfig(model={"source": "x"}, data={"train": "table:a.b.c"})
     with pytest.raises(
         llm.ClusterError, match=r"pyspark cannot be imported .*dbx_llmtrain\[spark\]"
     ):
@@ -170,7 +170,7 @@ def test_a_cluster_whose_executors_never_come() -> None:
     from dbx_llmtrain.driver import cluster
 
     with pytest.raises(llm.ClusterError, match="no executor of spark://host:7077 has registered"):
-        cluster._wait_for_executors(WithoutExecutors(), time.monotonic() + 0.3)  # type: ignore[arg-type]
+        cluster.wait_for_executors(WithoutExecutors(), time.monotonic() + 0.3)  # type: ignore[arg-type]
 
 
 def test_the_default_tracking_store_needs_more_than_mlflow_skinny(tmp_path: Path) -> None:
@@ -186,3 +186,56 @@ def test_the_default_tracking_store_needs_more_than_mlflow_skinny(tmp_path: Path
     assert "ModuleNotFoundError: " in ended.stderr
     assert "pip install mlflow, or set MLFLOW_TRACKING_URI" in ended.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("s3://bucket/rows.jsonl", "found an address (s3:): 's3://bucket/rows.jsonl'"),
+        ("s3a://bucket/rows/*", "found an address (s3a:)"),
+        ("gs://bucket/rows.parquet", "found an address (gs:)"),
+        ("abfss://c@account.dfs.core.windows.net/rows.csv", "found an address (abfss:)"),
+        ("s3:/bucket/rows", "found an address (s3:)"),
+        ("https://host/rows.jsonl", "found a web address"),
+        ("http://host/rows", "found a web address"),
+        ("file:///data/rows.jsonl", "leave out the file:"),
+        ("hf://datasets/org/rows", "leave out the hf://"),
+    ],
+)
+def test_an_address_is_refused_where_a_path_is_needed(path: str, told: str) -> None:
+    def config(**data: Any) -> None:
+        llm.TrainConfig(model={"source": "x"}, data={"train": "y.jsonl"} | data)
+
+    for data, name in (
+        ({"train": path}, "data.train"),
+        ({"train": ["y.jsonl", {"path": path}]}, "data.train.1"),
+        ({"eval": {"a": path}}, "data.eval.a"),
+        ({"test": path}, "data.test"),
+        ({"cache_dir": path}, "data.cache_dir"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            config(**data)
+        (problem,) = caught.value.problems
+        assert problem.path == name
+        assert told in problem.message
+        if "address" in told:
+            assert "a path that the driver and every node can open" in problem.message
+            assert "/Volumes/" in problem.message
+            assert ("table:catalog.schema.name" in problem.message) == (name != "data.cache_dir")
+
+
+@pytest.mark.parametrize("path", ["scratch", "./scratch", "../x", "s3://bucket/x"])
+def test_a_nodes_own_folder_is_an_absolute_path(path: str) -> None:
+    sections: Any = {"model": {"source": "x"}, "data": {"train": "y"}}
+    with pytest.raises(
+        ConfigError, match=r"cluster\.local_dir: expected an absolute path"
+    ) as caught:
+        llm.TrainConfig(**sections, cluster={"local_dir": path})
+    assert repr(path) in str(caught.value)
+    for good in ("/local_disk0/x", "~/x"):
+        llm.TrainConfig(**sections, cluster={"local_dir": good})
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/table", "dbfs:/rows.jsonl", "C:/rows.jsonl", "a:b"])
+def test_what_may_be_a_path_or_a_table_is_looked_for(path: str) -> None:
+    llm.TrainConfig(model={"source": "x"}, data={"train": path})

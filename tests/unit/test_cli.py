@@ -15,8 +15,10 @@ def test_help_has_examples_and_the_exit_codes(capsys: pytest.CaptureFixture[str]
     assert cli.run(["--help"]) == 0
     text = capsys.readouterr().out
     assert "dbx-llmtrain train config.yaml --master 'local-cluster[2,1,2048]'" in text
-    assert "Exit codes: 0 done, 1 the run failed, 2 bad" in " ".join(text.split())
-    for command in ("train", "plan", "probe"):
+    words = " ".join(text.split())
+    assert "Exit codes: 0 done, 1 the run failed, 2 bad" in words
+    assert "129 a closed terminal, 130 Ctrl-C, 143 SIGTERM" in words
+    for command in ("train", "plan", "prepare", "preview", "probe"):
         assert cli.run([command, "-h"]) == 0
         text = capsys.readouterr().out
         assert f"dbx-llmtrain {command}" in text
@@ -93,6 +95,74 @@ def test_without_java_it_says_what_to_install(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.returncode == 3
     assert "openjdk-17-jre-headless" in ended.stderr
+
+
+def test_a_java_home_without_java_is_told_in_a_sentence(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "dbx_llmtrain", "probe"],
+        env=dict(os.environ) | {"JAVA_HOME": str(tmp_path)}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 3
+    told = f"java: is not in JAVA_HOME ({tmp_path}/bin/java): set it to a Java 17, or unset it"
+    assert told in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_java_that_does_not_start_spark_is_told_in_a_sentence(tmp_path: Path) -> None:
+    java = tmp_path / "bin" / "java"
+    java.parent.mkdir()
+    java.write_text("#!/bin/sh\nexit 1\n")
+    java.chmod(0o755)
+    ended = subprocess.run(
+        [sys.executable, "-m", "dbx_llmtrain", "probe"],
+        env=dict(os.environ) | {"JAVA_HOME": str(tmp_path)}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 3
+    assert "Spark: cannot be started: " in ended.stderr
+    assert "JAVA_GATEWAY_EXITED" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("An error occurred\n: org.x.SparkException: no such host\n\tat a.b(C.java:1)\n",
+         "org.x.SparkException: no such host"),
+        ("first\nsecond", "ValueError: first"),
+        ("", "ValueError: ValueError('')"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_spark_that_does_not_start_is_one_line(text: str, told: str) -> None:
+    assert cli._cause(ValueError(text)) == told
+
+
+def test_a_session_whose_jvm_is_gone_is_stopped_quietly() -> None:
+    class Gone:
+        applicationId, master = "x", "local[1]"
+
+        @property
+        def sparkContext(self) -> Gone:
+            return self
+
+        def stop(self) -> None:
+            raise ConnectionRefusedError("the JVM is gone")
+
+    cli._stop(Gone())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, cli.click.Abort])
+def test_ctrl_c_is_code_130(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.api, "probe", stop)
+    monkeypatch.setattr(cli, "spark_session", lambda *_: cli.contextlib.nullcontext())
+    assert cli.run(["probe"]) == 130
+    assert capsys.readouterr().err.endswith("stopped\n")
 
 
 def test_a_master_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

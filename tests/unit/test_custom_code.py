@@ -23,8 +23,9 @@ from dbx_llmtrain.records import ModelInfo
 from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.worker.export import write_export
 from dbx_llmtrain.worker.generation import check_generation_config
-from dbx_llmtrain.worker.loss import LossModule, probe
+from dbx_llmtrain.worker.loss import LossModule
 from dbx_llmtrain.worker.model import load_model, load_tokenizer
+from dbx_llmtrain.worker.probe import probe
 from tests import tiny
 from tests.unit.test_export import _collect
 
@@ -47,15 +48,15 @@ class TinyTokenizerFast(PreTrainedTokenizerFast):
 """
 
 
-def resolve(folder: Path, cache: Path, *, trusted: bool) -> ModelInfo:
+def resolve(folder: Path, cache: Path, *, trusted: bool, objective: str = "sft") -> ModelInfo:
     config = ModelConfig(source=str(folder), trust_remote_code=trusted)
-    return resolve_model(config, cache)
+    return resolve_model(config, cache, objective=objective)
 
 
-def problems(folder: Path, *, trusted: bool) -> list[str]:
+def problems(folder: Path, *, trusted: bool, objective: str = "sft") -> list[str]:
     """Why a folder is refused."""
     with pytest.raises(ConfigError) as caught:
-        resolve(folder, folder.parent / "cache", trusted=trusted)
+        resolve(folder, folder.parent / "cache", trusted=trusted, objective=objective)
     return [str(problem) for problem in caught.value.problems]
 
 
@@ -306,6 +307,24 @@ def test_with_the_flag_its_code_runs_as_in_transformers(tmp_path: Path) -> None:
     assert "its code cannot be imported: RuntimeError: this code was run" in found
 
 
+def test_code_has_to_have_a_model_of_the_kind_that_is_trained(tmp_path: Path) -> None:
+    causal = tiny.custom_folder(tmp_path / "causal")
+    masked = tiny.custom_folder(tmp_path / "masked", masked=True)
+    for folder, objective, lacks, there, kind in (
+        (causal, "mlm", "MaskedLM", "CausalLM", "a model for masked tokens"),
+        (masked, "pretrain", "CausalLM", "MaskedLM", "a causal language model"),
+    ):
+        for trusted in (True, False):
+            assert problems(folder, trusted=trusted, objective=objective) == [
+                f"model.source: {folder}: the auto_map of its config.json has no "
+                f"AutoModelFor{lacks} (found AutoConfig, AutoModelFor{there}): expected {kind}"
+            ]
+    (found,) = problems(masked, trusted=False, objective="mlm")
+    assert found.startswith("model.trust_remote_code: ")
+    info = resolve(masked, tmp_path / "cache", trusted=True, objective="mlm")
+    assert {*CODE} <= {entry.path for entry in info.artifact.files}
+
+
 def own_tokenizer(folder: Path) -> Path:
     """A Llama whose tokenizer comes with code."""
     tiny.model_folder(folder)
@@ -347,6 +366,23 @@ def test_other_ways_to_name_the_code_of_a_tokenizer(tmp_path: Path) -> None:
     edit(folder, model_type="gpt2")
     info = resolve(folder, tmp_path / "cache", trusted=False)
     assert not [e.path for e in info.artifact.files if e.path.endswith(".py")]
+
+
+def test_a_preview_reads_back_what_a_tokenizer_with_code_has_made(tmp_path: Path) -> None:
+    from dbx_llmtrain.driver.examples import show_examples
+
+    folder = own_tokenizer(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "the cat sat"}\n{"text": "on the mat"}\n')
+    cfg = TrainConfig(
+        model={"source": str(folder), "trust_remote_code": True}, data={"train": str(rows)}
+    )
+    model = resolve_model(cfg.model, tmp_path / "cache")
+    data = prepare_data(cfg, model, tmp_path / "cache")
+    shown = show_examples(cfg, model, data, count=1, split="train")
+    text = "".join(piece.text for row in shown.examples[0].documents for piece in row.pieces)
+    assert "the cat sat" in text
+    assert "on the mat" in text
 
 
 def test_rows_are_tokenised_by_a_tokenizer_with_code(tmp_path: Path) -> None:

@@ -49,12 +49,43 @@ def test_a_plan_shows_every_decision_with_its_reason() -> None:
         assert decision.name in text
         assert decision.reason in text
     assert "/models/tiny (llama, 134,515,008 parameters)" in text
-    assert "32 examples = 2 ranks x 8 a micro-batch, up to 2 micro-batches on a rank" in text
+    assert "32 examples = 2 ranks x 2 micro-batches of 8; an epoch has only 12\n" in text
     assert "3, of them 1 warm-up; 1 an epoch" in text
     assert "resumes from" in text
     assert "10 no trained token" in text
     assert "&lt;share&gt;" in page
     assert "<share>" not in page
+
+
+@pytest.mark.parametrize(
+    ("total", "ranks", "micro", "told"),
+    [
+        (32, 2, 8, "32 examples = 2 ranks x 2 micro-batches of 8"),
+        (1, 1, 1, "1 example = 1 rank x 1 micro-batch of 1"),
+        (8, 1, 16, "8 examples: all on 1 rank"),
+        (32, 64, 1, "32 examples: 1 on each of 32 ranks; 32 ranks without any"),
+        (32, 64, 4, "32 examples: 1 on each of 32 ranks; 32 ranks without any"),
+        (10, 4, 8, "10 examples: up to 3 on each of 4 ranks"),
+        (10, 2, 2, "10 examples: 5 on each of 2 ranks, in 3 micro-batches of at most 2"),
+        (10, 4, 2,
+         "10 examples: up to 3 on each of 4 ranks, in up to 2 micro-batches of at most 2"),
+    ],
+)  # fmt: skip
+def test_the_examples_of_a_step_add_up(total: int, ranks: int, micro: int, told: str) -> None:
+    accumulation = math.ceil(math.ceil(total / ranks) / micro)
+    plan = sample.run_plan(
+        global_batch_size=total, world_size=ranks, micro_batch_size=micro, examples=1000,
+        accumulation=accumulation,
+    )  # fmt: skip
+    (line,) = (line for line in str(plan).splitlines() if line.startswith("step "))
+    assert line.removeprefix("step").strip() == told
+
+
+def test_a_name_that_another_call_will_not_have_is_told() -> None:
+    note = "(without tracking.run_name every call names it by its time)"
+    assert note in " ".join(str(sample.run_plan(config=sample.config())).split())
+    named = sample.config(tracking={"run_name": "first"})
+    assert note not in " ".join(str(sample.run_plan(config=named)).split())
 
 
 def test_a_result_shows_losses_first_and_where_the_files_are() -> None:

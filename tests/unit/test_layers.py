@@ -15,23 +15,31 @@ ROOT = Path(dbx_llmtrain.__file__).parent
 LAYERS = [
     line.split()
     for line in """
-errors
-option_names channel logs
+errors secret_text
+addresses
+option_names channel logs data_checks yaml_text
 config_checks overrides
 sections credentials
 config
 records
 storage
-display events compat custom_code
-planning tracking_store
-tracking tracking_tensorboard text.formats text.packing
-text.prepared
-text.chat
+display events compat custom_code text.values
+planning tracking_store text.readers text.pieces
+tracking tracking_tensorboard text.turns text.lexer text.packing text.split
+text.formats text.templates text.coding
+text.packs
+text.prepared text.plain text.chat
+text.encode
+previewing
+preview_parts
+preview_text preview_html
 worker.gpus worker.output worker.copies
 worker.node
-worker.world
-worker.model worker.data worker.masks worker.optim worker.generation
+worker.world worker.part
+worker.model worker.order worker.masking worker.masks worker.optim worker.generation
+worker.data
 worker.loss
+worker.probe
 worker.parallel worker.checkpoint worker.evaluate worker.export
 worker.loop
 worker.reporting
@@ -40,9 +48,14 @@ worker.main
 worker.supervisor
 driver.model_code
 driver.shipping driver.preflight driver.model_files driver.rows driver.gguf driver.run_folder
-driver.monitor driver.diagnosis driver.signals driver.progress_views
-driver.cluster driver.hub driver.progress
-driver.sources driver.prepare driver.staging driver.launch
+driver.monitor driver.diagnosis driver.signals driver.progress_views driver.formatters
+driver.model_config driver.causes
+driver.cluster driver.hub driver.kept driver.progress
+driver.sources driver.tasks driver.tables driver.hub_data
+driver.inputs
+driver.fingerprints driver.rules driver.counts
+driver.prepare driver.examples driver.staging driver.launch
+driver.checks
 api
 cli
 __main__
@@ -52,7 +65,10 @@ RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 
 # Where a layer above is used inside a function, for the reason given.
 EXCEPTIONS = {
-    ("records", "display"),  # a record shows itself; its page is made when somebody looks
+    # A record shows itself; its page is made when somebody looks.
+    ("records", "display"),
+    ("previewing", "preview_text"),
+    ("previewing", "preview_html"),
 }
 
 

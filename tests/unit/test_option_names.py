@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,8 +66,7 @@ def test_every_hugging_face_argument_is_known() -> None:
 )
 def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
     found = option_names.find(name)
-    assert found is not None
-    assert found.ours == ours
+    assert {option.ours for option in found} == {ours}
 
 
 @pytest.mark.parametrize(
@@ -87,18 +87,18 @@ def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
     ],
 )
 def test_what_we_do_not_have_is_said_with_the_reason(name: str, reason: str) -> None:
-    found = option_names.find(name)
-    assert found is not None
+    (found,) = option_names.find(name)
     assert found.ours is None
-    assert "has no counterpart here" in found.hint()
     assert reason in found.note
+    (problem,) = config_checks.unknown_key(name, [])
+    assert f"{found.source}'s {found.name} has no counterpart here: {found.note}" in str(problem)
 
 
 @pytest.mark.parametrize(
     "name", ["enabled", "tracking.enabled", "data.type", "no_such_option", "x"]
 )
 def test_vague_and_unknown_names_are_not_found(name: str) -> None:
-    assert option_names.find(name) is None
+    assert option_names.find(name) == []
 
 
 def test_nearest() -> None:
@@ -119,6 +119,89 @@ def test_the_error_for_an_unknown_key_says_the_name() -> None:
     assert "train.num_train_epochs: unknown key: Hugging Face's name for train.epochs" in text
     assert "Hugging Face's name for train.warmup (a share of the run when below 1)" in text
     assert "device_map has no counterpart here: every rank has one device" in text
+
+
+BASE = {"model": {"source": "m"}, "data": {"train": "t"}}
+
+
+def told(values: dict[str, Any]) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(BASE | values)
+    return {p.path: p.message.removeprefix("unknown key: ") for p in caught.value.problems}
+
+
+def test_a_field_of_a_later_version_is_said_to_be_one() -> None:
+    found = told({"lora_r": 8, "train": {"gradient_checkpointing": True}})
+    assert found["lora_r"] == (
+        "TRL's name for model.lora.r, which is not available in this version: all weights are "
+        "trained"
+    )
+    assert (
+        "Hugging Face's name for model.gradient_checkpointing, which is not available"
+        in (found["train.gradient_checkpointing"])
+    )
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.ours], ids=lambda o: o.name)
+def test_no_hint_leads_to_a_field_that_is_refused(option: option_names.ForeignOption) -> None:
+    assert option.ours is not None
+    live = ".".join(option.ours.split(".")[:2]) in field_paths()
+    (problem,) = config_checks.unknown_key(f"x.{option.name}", [])
+    assert f"name for {option.ours}" in problem.message
+    assert (
+        f"name for {option.ours}, which is not available in this version" in problem.message
+    ) is not live
+
+
+def test_all_who_have_a_name_are_named() -> None:
+    found = told(
+        {"gradient_clipping": 1.0, "lora_alpha": 8, "lr": 1e-5, "gradient_accumulation_steps": 2,
+         "fsdp_min_num_params": 1}
+    )  # fmt: skip
+    assert found["gradient_clipping"].startswith("Accelerate's and DeepSpeed's name for train.max")
+    assert found["lora_alpha"].startswith("TRL's and PEFT's name for model.lora.alpha, which")
+    assert found["lr"] == "DeepSpeed's and NeMo's name for train.learning_rate"
+    assert found["gradient_accumulation_steps"].startswith("Hugging Face's and DeepSpeed's name")
+    assert found["fsdp_min_num_params"] == (
+        "Hugging Face's name for parallel.kind (fsdp); Accelerate's fsdp_min_num_params has no "
+        "counterpart here: every block is sharded"
+    )
+
+
+def test_mappings_of_other_trainers_are_explained_option_by_option() -> None:
+    found = told(
+        {
+            "fsdp_config": {"fsdp_sharding_strategy": "x", "use_orig_params": True, "strange": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1, "eps": 1e-8}},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "bf16": {"enabled": True},
+            "train": {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
+            "parallel": {"deepspeed": {"zero_optimization": {"stage": 2}}},
+        }
+    )
+    assert {path: text.split(" (")[0].split(",")[0] for path, text in found.items()} == {
+        "fsdp_config.fsdp_sharding_strategy": "Accelerate's name for parallel.shard",
+        "fsdp_config.use_orig_params": "Accelerate's fsdp_use_orig_params has no counterpart "
+        "here: it is always so",
+        "fsdp_config.strange": "unknown key",
+        "optimizer.type": "DeepSpeed's name for train.optimizer",
+        "optimizer.params.lr": "DeepSpeed's name for train.learning_rate",
+        "optimizer.params.eps": "DeepSpeed's optimizer.params.eps has no counterpart here: it is "
+        "AdamW's usual 1e-8",
+        "zero_optimization.stage": "DeepSpeed's name for parallel.stage",
+        "zero_optimization.offload_optimizer.device": "DeepSpeed's name for "
+        "parallel.offload_optimizer",
+        "bf16.enabled": "DeepSpeed's name for train.precision",
+        "train.optimizer.params.betas": "DeepSpeed's name for train.betas",
+        "parallel.deepspeed.zero_optimization.stage": "DeepSpeed's name for parallel.stage",
+    }
+
+
+def test_a_misspelled_section_is_no_mapping_of_another_trainer() -> None:
+    assert told({"trian": {"max_steps": 5}}) == {"trian": "did you mean train?"}
+    assert told({"tracking": {"tags": {"lr": 1}}}) == {
+        "tracking.tags.lr": "expected text (in quotes), found 1"
+    }
 
 
 def test_the_page_of_options_is_the_table() -> None:

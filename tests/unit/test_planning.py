@@ -20,6 +20,7 @@ from dbx_llmtrain.records import (
     NodeReport,
     PreparedData,
     RunPlan,
+    SplitInfo,
 )
 
 GIB = 2**30
@@ -83,7 +84,8 @@ def plan(
     )  # fmt: skip
     data = PreparedData(
         artifact=Artifact(kind="data", files=(), **folder), audit=audit, format="text",
-        train_examples=examples, eval_examples=0, eval_rows=0, sources={"train": "a.jsonl"},
+        splits={"train": SplitInfo(examples=examples, rows=examples, tokens=1000, trained=400)},
+        sources={"train": "a.jsonl"},
     )  # fmt: skip
     model = ModelInfo(
         artifact=Artifact(kind="models", files=files, **folder), source="m", model_type="llama",
@@ -153,6 +155,23 @@ def test_batch_arithmetic(train: dict[str, int], total: int, micro: int, accumul
     chosen = plan(config(train=train), cluster(nodes=2))
     found = (chosen.global_batch_size, chosen.micro_batch_size, chosen.accumulation)
     assert found == (total, micro, accumulation)
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation"),
+    [
+        ({"global_batch_size": 10, "micro_batch_size": 2}, "as configured", "ceil(5 examples"),
+        ({"global_batch_size": 8, "micro_batch_size": 16},
+         "as configured; a rank has at most 4 of a step", "ceil(4 examples on a rank / 16)"),
+    ],
+)  # fmt: skip
+def test_the_reasons_of_a_batch_are_true(
+    train: dict[str, int], micro: str, accumulation: str
+) -> None:
+    chosen = plan(config(train=train), cluster(nodes=2))
+    reasons = {decision.name: decision.reason for decision in chosen.decisions}
+    assert reasons["train.micro_batch_size"] == micro
+    assert reasons["accumulation"].startswith(accumulation)
 
 
 def test_contradicting_batch_numbers_are_refused_with_the_product() -> None:

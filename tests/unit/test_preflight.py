@@ -168,6 +168,25 @@ def test_local_mode_with_fewer_gpus_than_ranks() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("cpus", "processes", "slots"),
+    [(4, 4, None), (4, 5, 4), (2, 64, 2), (1, 2, None), (1, 3, 2), (0, 9, None)],
+)
+def test_local_mode_with_more_processes_than_cpus(
+    cpus: int, processes: int, slots: int | None
+) -> None:
+    driver = machine("driver", gpus=0, cpus=cpus)
+    report = local().model_copy(update={"driver": driver, "nodes": (driver,)})
+    found = check(LOCAL, report, processes=processes, local_mode=True, use_gpu=False)
+    if slots is None:
+        assert found == []
+        return
+    message = only(found)
+    assert f"{processes} ranks on the driver's machine are more processes than" in message
+    assert f"{slots} ({cpus} CPUs" in message
+    assert f"set cluster.processes={slots}" in message
+
+
 def test_local_mode_with_fewer_visible_devices_than_spark_gives() -> None:
     managed = LOCAL | {"spark.driver.resource.gpu.amount": "2"}
     shown = check(managed, local(), {"CUDA_VISIBLE_DEVICES": "3"}, local_mode=True)

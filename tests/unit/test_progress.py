@@ -8,6 +8,7 @@ import logging
 import os
 import pty
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -152,6 +153,38 @@ def test_lines_of_preparing_and_staging(out: Shown, clock: Clock) -> None:
     ]
 
 
+def test_what_fails_is_not_done(out: Shown, clock: Clock) -> None:
+    with progress.showing("lines", clock=clock) as shown:
+        with suppress(ValueError), shown.rows() as count:
+            count(9)
+            clock.now += 2
+            raise ValueError
+        with suppress(KeyboardInterrupt), shown.copies() as copied:
+            copied("worker-1", 0, GIB)
+            clock.now += 3
+            raise KeyboardInterrupt
+        with suppress(ValueError), shown.training(sample.run_plan()) as training:
+            training.event(event("phase", 0, 0.0, phase="loading the model"))
+            clock.now += 4
+            raise ValueError
+        with shown.training(sample.run_plan()) as training:
+            training.event(event("phase", 0, 0.0, phase="exporting"))
+            clock.now += 5
+            training.event(event("failed", 3, 1.0, error="x"))
+    assert out.text().splitlines() == [
+        "preparing: 9 rows",
+        "preparing: 9 rows, stopped after 2.0 s",
+        "staging: 0 B of 1.0 GiB, worker-1 0%",
+        "staging: 0 B of 1.0 GiB, worker-1 0%, stopped after 3.0 s",
+        "starting",
+        "loading the model",
+        "loading the model: stopped after 4.0 s",
+        "starting",
+        "exporting",
+        "exporting: stopped after 5.0 s",
+    ]
+
+
 @pytest.mark.parametrize("mode", ["lines", "bar"])
 def test_what_is_there_already_shows_nothing(out: Shown, mode: Any) -> None:
     with progress.showing(mode) as shown, shown.rows(), shown.copies():
@@ -228,6 +261,33 @@ def test_a_bar_in_a_file(out: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert drawn[-1].startswith("training: 100%|")
     assert text.endswith("\n"), "the bar stays, and what follows is below it"
+
+
+IN_A_PIPE = """
+import logging, sys
+from dbx_llmtrain import logs
+from dbx_llmtrain.driver import progress
+with logs.shown("info"), progress.showing("bar") as shown, shown.copies() as copied:
+    copied("worker-1", 1, 4)
+    logging.getLogger("dbx_llmtrain").warning("to standard error")
+    print("to standard output", flush=True)
+    copied("worker-1", 4, 4)
+print("after", flush=True)
+"""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_messages_and_a_bar_in_pipes_have_lines_of_their_own(together: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PIPE], text=True, timeout=60, cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT if together else subprocess.PIPE,
+    )  # fmt: skip
+    lines = done.stdout.splitlines() + ([] if together else done.stderr.splitlines())
+    for message in ("dbx_llmtrain: WARNING: to standard error", "to standard output", "after"):
+        assert message in lines
+    assert sum("staging:" in line for line in lines) >= 2
+    if not together:
+        assert done.stdout == "to standard output\nafter\n"
 
 
 def test_bars_of_rows_and_bytes(out: Shown) -> None:

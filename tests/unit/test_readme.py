@@ -22,6 +22,7 @@ import dbx_llmtrain
 from dbx_llmtrain import cli, config, option_names, tracking
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.records import TrainResult
+from dbx_llmtrain.tracking_tensorboard import GROUPS
 from tests.pages import PAGES, ROOT, blocks, commands, lines_of_shell
 
 README = PAGES[0].read_text(encoding="utf-8")
@@ -44,6 +45,7 @@ def test_every_block_is_of_a_language_that_is_checked() -> None:
 def test_every_command_is_of_a_program_that_is_checked() -> None:
     programs = {words[0] for words in lines_of_shell()}
     known = {"make", "dbx-llmtrain", "mlflow", "tensorboard", "accelerate", ".venv/bin/python"}
+    known |= {"source", "export"}
     assert programs == known
 
 
@@ -87,14 +89,15 @@ def test_python_uses_names_that_exist() -> None:
     end = next(i for i, node in enumerate(body) if isinstance(node, ast.Expr))
     exec(compile(ast.Module(body[:end], []), "README.md", "exec"), names)
     assert isinstance(names["cfg"], TrainConfig)
-    for function in (dbx_llmtrain.plan, dbx_llmtrain.train):
+    for function in (dbx_llmtrain.plan, dbx_llmtrain.prepare, dbx_llmtrain.preview):
         inspect.signature(function).bind(names["cfg"], spark=None)
+    inspect.signature(dbx_llmtrain.train).bind(names["cfg"], spark=None)
     inspect.signature(dbx_llmtrain.probe).bind()
 
 
 def test_commands_parse() -> None:
     found = commands("dbx-llmtrain")
-    assert {line[0] for line in found} == {"probe", "plan", "train"}
+    assert {line[0] for line in found} == {"probe", "plan", "prepare", "preview", "train"}
     group = click.Context(cli.cli, info_name="dbx-llmtrain", **cli.cli.context_settings)
     for name, *arguments in found:
         command = cli.cli.commands[name]
@@ -138,6 +141,19 @@ def test_make_targets_exist() -> None:
     assert len(commands("make")) >= 5
     for target in re.findall(r"`make ([a-z-]+)", README):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_make_setup_says_how_the_environment_is_used() -> None:
+    """With what the page says, in an environment whose set-up has been done."""
+    ready = [f"--assume-old={name}" for name in (".venv/packages.stamp", ".venv/java_home")]
+    done = subprocess.run(
+        ["make", "--no-print-directory", *ready, "setup"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "make demo, make test" in done.stdout
+    (shown,) = (text for text in blocks("bash") if text.startswith("source "))
+    assert [line.strip() for line in done.stdout.splitlines()[-2:]] == shown.splitlines()
 
 
 def test_links_lead_somewhere() -> None:
@@ -200,7 +216,7 @@ def test_the_side_by_side_says_the_same() -> None:
         "gradient_accumulation_steps": None,
     }
     for name, value in theirs.items():
-        option = option_names.find(name)
+        option = next(iter(option_names.find(name)), None)
         assert option is not None, name
         assert option.ours is not None, name
         path = "parallel.kind" if option.ours == "parallel.stage" else option.ours
@@ -215,7 +231,7 @@ def test_the_side_by_side_says_the_same() -> None:
     assert f'"{ours.data.train}"' in code
     for word in launch:
         if word.startswith("--"):
-            assert option_names.find(word[2:]) is not None, word
+            assert option_names.find(word[2:]), word
 
 
 # Facts ----------------------------------------------------------------------------------------
@@ -246,6 +262,14 @@ def test_tensorboard_is_opened_where_the_files_are() -> None:
     folder = f"{usual.checkpoint.dir}/{usual.tracking.run_name}/tensorboard"
     (text,) = blocks("text")
     assert text == f"%load_ext tensorboard\n%tensorboard --logdir {folder}\n"
+
+
+def test_tags_of_tensorboard_are_those_that_are_written() -> None:
+    section = CONFIGURATION.read_text(encoding="utf-8").split("## TensorBoard", 1)[1]
+    tags = {f"{group}/{name}" for group, names in GROUPS.items() for name in names}
+    named = set(re.findall(r"`((?:train|eval|speed|seen)/\w+)`", section))
+    assert len(named) >= 5
+    assert named <= tags
 
 
 def test_versions_in_the_readme_are_those_of_the_package() -> None:

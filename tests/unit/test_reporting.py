@@ -50,7 +50,7 @@ def rank_story(chosen: RunPlan, rank: int) -> None:
         report.phase("loading the model")
         report.started(0, ["a note"])
         report.phase("evaluating")
-        report.evaluated(EvalReport(loss=2.0, perplexity=7.4, rows=3, trained_tokens=7))
+        report.evaluated({"eval": EvalReport(loss=2.0, perplexity=7.4, rows=3, trained_tokens=7)})
         for number in (1, 2, 3):
             step = StepReport(
                 step=number, loss=1.0, learning_rate=0.1, grad_norm=1.0, tokens=10, rows=2,

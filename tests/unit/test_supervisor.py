@@ -276,28 +276,68 @@ if __name__ == "__main__":
         f.read()
     from dbx_llmtrain.worker import supervisor
     for at_end in (False, True):
-        supervisor.forget_arguments(at_end=at_end)
+        supervisor.forget_arguments(at_end=at_end, stopped=at_end and {stopped})
         import os
         print(os.path.exists("{arguments}"))
 """
 
 
 @pytest.mark.parametrize(
-    ("ranks_of_launcher", "exists"), [("1", ["False", "False"]), ("2", ["True", "False"])]
+    ("ranks_of_launcher", "stopped", "exists"),
+    [
+        ("1", False, ["False", "False"]),
+        ("2", False, ["True", "False"]),
+        ("2", True, ["True", "False"]),
+    ],
 )
 def test_the_file_with_the_secrets_is_deleted(
-    tmp_path: Path, ranks_of_launcher: str, exists: list[str]
+    tmp_path: Path, ranks_of_launcher: str, stopped: bool, exists: list[str]
 ) -> None:
     arguments, script = tmp_path / "tmpx1", tmp_path / "train.py"
     arguments.write_bytes(b"secrets")
-    script.write_text(LAUNCHER.format(arguments=arguments))
+    script.write_text(LAUNCHER.format(arguments=arguments, stopped=stopped))
     environ = os.environ | {"LOCAL_WORLD_SIZE": ranks_of_launcher}
     environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     run = subprocess.run(
         [sys.executable, str(script)], env=environ, capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == exists
-    assert script.exists() == (ranks_of_launcher == "2"), "a folder of its own is removed"
+    shared = ranks_of_launcher == "2" and not stopped
+    assert script.exists() == shared, "a folder that nobody needs any more is removed"
+
+
+def test_empty_folders_of_the_launcher_are_removed_the_last_rank_takes_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    attempt = tmp_path / "torchelastic_a1" / "none_b2" / "attempt_0"
+    for rank in ("0", "1", "2"):
+        (attempt / rank).mkdir(parents=True)
+    (attempt / "2" / "stdout.log").write_text("somebody's")
+    left = [{"0", "1", "2"}, {"1", "2"}, {"2"}]
+    for rank, there in enumerate(left):
+        assert {path.name for path in attempt.iterdir()} == there
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / str(rank) / "error.json"))
+        supervisor.remove_error_folder()
+    assert (attempt / "2" / "stdout.log").exists(), "what has files is not ours"
+    (attempt / "2" / "stdout.log").unlink()
+    supervisor.remove_error_folder()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["", "/dev/null", "logs/x_1/attempt_0/0/error.json"])
+def test_folders_that_are_not_the_launchers_own_stay(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file = tmp_path / place if place.startswith("logs") else Path(place)
+    outside = tmp_path / "other" / "torchelastic_a" / "x" / "attempt_0" / "0" / "error.json"
+    for given in (file, outside):
+        if given.is_relative_to(tmp_path):
+            given.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(given) if place else "")
+        supervisor.remove_error_folder()
+        assert given.parent.exists()
 
 
 def test_only_the_launchers_own_file_is_deleted(tmp_path: Path) -> None:

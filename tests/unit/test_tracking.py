@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -146,7 +147,10 @@ def test_default_store_is_sqlite_beside_the_runs(tmp_path: Path) -> None:
     assert found.data.tags["dbx_llmtrain.run_dir"] == str(store / "first")
     assert client(run).get_experiment(plan.experiment_id).name == "dbx_llmtrain"
     assert found.info.artifact_uri.startswith((store / "mlartifacts").as_uri())
-    assert tracking.how_to_open(plan).startswith("mlflow ui --backend-store-uri 'sqlite:///")
+    assert tracking.how_to_open(plan).startswith("mlflow ui --backend-store-uri sqlite:///")
+    spaced = plan.model_copy(update={"uri": "sqlite:////my runs/it's/mlflow.db"})
+    words = shlex.split(tracking.how_to_open(spaced), comments=True)
+    assert words == ["mlflow", "ui", "--backend-store-uri", "sqlite:////my runs/it's/mlflow.db"]
 
 
 def test_a_finished_run_has_everything(store: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,15 @@ def test_every_value_and_step_is_read_back(plan: RunPlan) -> None:
     assert len(wanted) == len(tracking.METRICS) + 2
 
 
+def test_held_out_sets_with_a_name_are_beside_the_others(plan: RunPlan) -> None:
+    with event_files(plan) as write:
+        write(sample.event("eval", 0, eval_loss=2.0, eval_easy_loss=1.0, eval_easy_perplexity=2.7))
+        write(sample.event("eval", 3, test_loss=0.5))
+    assert set(scalars(Path(plan.run_dir) / "tensorboard")) == {
+        "eval/eval_loss", "eval/eval_easy_loss", "eval/eval_easy_perplexity", "eval/test_loss",
+    }  # fmt: skip
+
+
 def test_files_are_published_while_the_run_lasts(plan: RunPlan) -> None:
     folder = Path(plan.run_dir) / "tensorboard"
     with event_files(plan, every=0.05) as write:
@@ -100,12 +110,24 @@ def test_an_open_page_sees_what_is_published_later(plan: RunPlan) -> None:
             assert opened.tell() > before
 
 
-def test_the_line_for_the_notebook_is_printed_once(
-    plan: RunPlan, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("notebook", "before"), [(False, ""), (True, "%load_ext tensorboard\n%")])
+def test_how_they_are_opened_is_printed_once(
+    plan: RunPlan, capsys: pytest.CaptureFixture[str], notebook: bool, before: str
 ) -> None:
-    with event_files(plan) as write:
+    with event_files(plan, notebook=notebook) as write:
         write(step(1, loss=1.0))
-    assert capsys.readouterr().out == f"%tensorboard --logdir {plan.run_dir}/tensorboard\n"
+    printed = capsys.readouterr().out
+    assert printed == f"{before}tensorboard --logdir {plan.run_dir}/tensorboard\n"
+
+
+def test_a_folder_with_a_space_is_quoted(
+    tmp_path: Path, plan: RunPlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "my runs" / "first"
+    with event_files(plan.model_copy(update={"run_dir": str(folder)})):
+        pass
+    command = capsys.readouterr().out
+    assert shlex.split(command) == ["tensorboard", "--logdir", f"{folder}/tensorboard"]
 
 
 def test_nothing_is_done_without_the_setting(
