@@ -295,11 +295,13 @@ def _start(master: str, settings: dict[str, str]) -> SparkSession:
 
 
 def _quiet_end(session: SparkSession) -> None:
-    """Spark's own server for accumulators prints a traceback when the JVM is ended first, as by a
-    signal to both."""
+    """Print no traceback where the JVM is ended first, as by a signal to both: neither of Spark's
+    own server for accumulators, nor of py4j's lost connections, which their callers raise anyway.
+    py4j logs those with the root logger."""
     server = getattr(session.sparkContext, "_accumulatorServer", None)
     if server is not None:
         server.handle_error = lambda *_: None
+    logging.getLogger().addFilter(lambda record: "py4j" not in Path(record.pathname).parts)
 
 
 def _require_java() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -192,3 +194,14 @@ def test_settings_of_a_local_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (Path(cli.os.environ["SPARK_HOME"]) / "bin" / "spark-class").exists()
     assert cli.os.environ["PYSPARK_PYTHON"] == sys.executable
     assert "spark.driver.host" not in cli._defaults("spark://host:7077")
+
+
+def test_lost_connections_to_the_jvm_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.root, "filters", [])
+    cli._quiet_end(SimpleNamespace(sparkContext=SimpleNamespace()))  # type: ignore[arg-type]
+    path = "/somewhere/site-packages/py4j/java_gateway.py"
+    logging.root.handle(logging.LogRecord("root", logging.ERROR, path, 1, "lost", None, None))
+    logging.root.error("anything else")
+    assert [record.message for record in caplog.records] == ["anything else"]
