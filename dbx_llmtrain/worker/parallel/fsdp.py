@@ -83,7 +83,8 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model, in order: what is gathered and computed at a time.
 
     They are the modules of the classes that the model declares unsplittable, or else its longest
-    ``ModuleList``; none that holds the embeddings or the head.
+    ``ModuleList``, also where only parts of its items are declared so (the attention of BERT-like
+    models before transformers 5); none that holds the embeddings or the head.
     """
     ends = {
         id(part)
@@ -96,8 +97,14 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         for part in model.modules()
         if type(part).__name__ in names and not any(id(inner) in ends for inner in part.modules())
     ]
-    if blocks:
-        inside = {id(inner) for block in blocks for inner in block.modules() if inner is not block}
-        return [block for block in blocks if id(block) not in inside]
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
+    longest: list[nn.Module] = list(max(lists, key=len, default=[]))
+    if {id(block) for block in blocks} <= _inside(longest):
+        return longest
+    inside = _inside(blocks)
+    return [block for block in blocks if id(block) not in inside]
+
+
+def _inside(modules: Iterable[nn.Module]) -> set[int]:
+    """Everything within the modules, but not they themselves."""
+    return {id(part) for module in modules for part in module.modules() if part is not module}
