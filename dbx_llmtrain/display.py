@@ -292,8 +292,8 @@ def _length_rows(lengths: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def _audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
-    packs = f"{number(audit.packs)}, {audit.packing_efficiency:.0%} filled"
+def row_counts(audit: Audit) -> list[tuple[str, str]]:
+    """What became of the rows that were read."""
     rows = [
         ("rows read", rows_read(audit)),
         ("rows trained", number(audit.train_rows)),
@@ -304,8 +304,13 @@ def _audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
     rows.append(("rows dropped", _counts(audit.dropped)))
     if audit.dropped_examples:
         rows.append(("examples dropped", _counts(audit.dropped_examples)))
-    rows += [
-        ("rows truncated", number(audit.truncated_rows)),
+    return [*rows, ("rows truncated", number(audit.truncated_rows))]
+
+
+def _audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
+    packs = f"{number(audit.packs)}, {audit.packing_efficiency:.0%} filled"
+    rows = [
+        *row_counts(audit),
         ("tokens", f"{number(audit.tokens)}, of them {number(audit.trained_tokens)} trained"),
         ("tokens left out", tokens_left_out(audit)),
         ("examples", packs),

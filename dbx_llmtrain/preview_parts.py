@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dbx_llmtrain.display import number, rows_read, tokens_left_out
+from dbx_llmtrain.display import number, row_counts, tokens_left_out
 from dbx_llmtrain.previewing import DocumentPreview, ExamplePreview, Preview
-from dbx_llmtrain.records import Audit
 from dbx_llmtrain.text.pieces import Piece
 
 Kind = Literal["text", "space", "tab", "line", "code", "token", "bytes"]
@@ -150,7 +149,7 @@ def facts(preview: Preview) -> list[tuple[str, str]]:
     share = audit.trained_tokens / audit.tokens if audit.tokens else 0.0
     rows = [(role, source) for role, source in preview.sources.items()]
     rows += [("format", preview.format), ("model", preview.model)]
-    rows += _audit(audit)
+    rows += row_counts(audit)
     told = f"{number(audit.tokens)}, of them {number(audit.trained_tokens)} ({share:.1%})"
     rows.append(("tokens", f"{told} {'to mask' if preview.objective == 'mlm' else 'trained'}"))
     rows.append(("tokens left out", tokens_left_out(audit)))
@@ -177,24 +176,6 @@ def _of_split(preview: Preview) -> list[tuple[str, str]]:
     tokens += f"{words(preview)[0]}; {number(info.cut_tokens)} cut away, "
     tokens += f"{number(info.dropped_tokens)} of what was dropped"
     return [(f"{preview.split} rows", rows), (f"{preview.split} tokens", tokens)]
-
-
-def _audit(audit: Audit) -> list[tuple[str, str]]:
-    rows = [
-        ("rows read", rows_read(audit)),
-        ("rows trained", number(audit.train_rows)),
-        ("rows held out", number(audit.eval_rows)),
-    ]
-    if audit.test_rows:
-        rows.append(("rows to test", number(audit.test_rows)))
-    rows.append(("rows dropped", _reasons(audit.dropped)))
-    if audit.dropped_examples:
-        rows.append(("examples dropped", _reasons(audit.dropped_examples)))
-    return [*rows, ("rows truncated", number(audit.truncated_rows))]
-
-
-def _reasons(counts: dict[str, int]) -> str:
-    return ", ".join(f"{number(count)} {reason}" for reason, count in counts.items()) or "0"
 
 
 def histogram(lengths: Sequence[int]) -> list[tuple[str, int, float]]:
