@@ -26,6 +26,7 @@ from dbx_llmtrain.worker.data import (
     shares,
     step_examples,
 )
+from dbx_llmtrain.worker.loop import prepared_ahead
 from dbx_llmtrain.worker.loss import trained_positions
 from tests import tiny
 
@@ -215,11 +216,11 @@ def test_any_step_can_be_looked_up_without_those_before_it(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_c36_c37_rows_are_seen_once_whatever_parts_and_ranks_there_are(
+def test_c36_rows_are_seen_once_whatever_parts_and_ranks_there_are(
     tmp_path: Path, world_size: int
 ) -> None:
-    """There are no iterable data sets and no reading processes: every rank maps all parts (here 3)
-    and looks its rows up by number, so neither shards nor workers can be counted wrongly."""
+    """There are no iterable data sets: every rank maps all parts (here 3) and looks its rows up by
+    number, so shards cannot be counted wrongly."""
     rows = tiny.examples([3 + 5 * i % 17 for i in range(13)])
     index = []
     for number in range(3):
@@ -236,6 +237,22 @@ def test_c36_c37_rows_are_seen_once_whatever_parts_and_ranks_there_are(
             for batch in order.step(step).batches:
                 seen.update(tuple(row.tolist()) for row in _rows_of(batch))
     assert seen == Counter(tuple(row.input_ids) for row in rows)
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_c37_rows_are_seen_once_with_and_without_a_reader(tmp_path: Path, readers: int) -> None:
+    """There are no reading processes, each with a copy of the rows: one thread reads a step ahead
+    in the same order (1), or the loop asks for the step itself (0)."""
+    split = _split(tmp_path, 9)
+    order = Order(split, 0, 4, 2)
+    steps = range(order.steps_per_epoch)
+    works = prepared_ahead(order, 0, len(steps)) if readers else map(order.step, steps)
+    seen: Counter[tuple[int, ...]] = Counter()
+    for work in works:
+        for batch in work.batches:
+            seen.update(tuple(row.tolist()) for row in _rows_of(batch))
+    documents = (split.documents(number) for number in range(len(split)))
+    assert seen == Counter(tuple(ids.tolist()) for found in documents for ids, _ in found)
 
 
 def test_c82_ranks_are_disjoint_whatever_the_accumulation(tmp_path: Path) -> None:

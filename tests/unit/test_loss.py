@@ -92,7 +92,7 @@ def test_c14_the_mean_is_over_labels_after_the_shift() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_c22_c24_packed_logits_are_the_separate_ones(attention: str, copies: int) -> None:
+def test_c22_packed_logits_are_the_separate_ones(attention: str, copies: int) -> None:
     model = tiny.llama(attn_implementation=attention)
     module = LossModule(model)
     rows = tiny.examples((7, 5, 9))
@@ -104,6 +104,17 @@ def test_c22_c24_packed_logits_are_the_separate_ones(attention: str, copies: int
         for copy in packed:
             assert float((copy[start : start + len(alone)] - alone).abs().max()) < 1e-5
         start += len(alone)
+
+
+@torch.no_grad()
+def test_c24_eager_and_sdpa_take_the_mask_alike() -> None:
+    """Both add it: a mask of truth values would be added as 0 and 1 by eager."""
+    inputs = _wider(collate([_documents(tiny.examples((7, 5, 9)))] * 2, 0), 3).inputs()
+    eager, sdpa = (
+        LossModule(tiny.llama(attn_implementation=name))(**inputs, logits=True)
+        for name in ("eager", "sdpa")
+    )
+    assert float((eager - sdpa)[:, :21].abs().max()) < 1e-5
 
 
 def test_c23_no_cache_no_2d_mask_and_restarting_positions() -> None:
