@@ -232,8 +232,7 @@ def tokenizer(*, chat_template: str | None = CHATML, add_bos: bool = True, size:
 
     ``add_bos``: the post-processor puts BOS in front, as Llama's does. There is no pad token.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     inner = Tokenizer(models.BPE())
@@ -246,6 +245,14 @@ def tokenizer(*, chat_template: str | None = CHATML, add_bos: bool = True, size:
         show_progress=False,
     )
     inner.train_from_iterator(_CORPUS, trainer)
+    return finished(inner, chat_template=chat_template, add_bos=add_bos)
+
+
+def finished(inner: Any, *, chat_template: str | None, add_bos: bool = True) -> Any:
+    """The tokenizer around ``inner``, which has BOS ``<s>`` (1), EOS ``</s>`` and ``<unk>``."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
     if add_bos:
         inner.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]

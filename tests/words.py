@@ -117,8 +117,7 @@ def metaspace(
     Without ``byte_fallback`` characters that it has not been trained on are unknown. With
     ``every_piece`` what follows a control token begins with such a space, too.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=byte_fallback, fuse_unk=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -142,18 +141,7 @@ def metaspace(
             decoders.Strip(" ", 1, 0),
         ]
     )
-    inner.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
-    built = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )
-    built.chat_template = chat_template
-    return built
+    return tiny.finished(inner, chat_template=chat_template)
 
 
 def wordpiece() -> Any:

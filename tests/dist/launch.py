@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,25 @@ def launch(
     assert process.returncode == 0, f"the ranks failed:\n{output}"
     results: dict[str, Any] = json.loads(out.read_text())
     return results
+
+
+def two_ranks(folder: Path, plans: Sequence[Path | str], environment: dict[str, str]) -> None:
+    """Run every plan folder's ``plan-0.json`` and ``plan-1.json``, one after the other, on two
+    ranks at once (``main_rank``). Raises ``AssertionError`` with their output when one fails."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.dist.main_rank", rank, *map(str, plans)],
+            cwd=Path(__file__).parents[2],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdout=(folder / f"output-{rank}").open("wb"),
+            stderr=subprocess.STDOUT,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        codes = [process.wait(timeout=TIMEOUT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    output = "".join((folder / f"output-{rank}").read_text() for rank in (0, 1))
+    assert codes == [0, 0], output

@@ -18,7 +18,7 @@ from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker.model import load_model
 from tests import sample, tiny
 from tests.dist import plans
-from tests.dist.launch import TIMEOUT
+from tests.dist.launch import two_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -49,25 +49,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         names[-1].mkdir()
         for rank in (0, 1):
             (names[-1] / f"plan-{rank}.json").write_text(plan.model_dump_json())
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
+    environment = os.environ | {"HF_HOME": str(folder / "home")}
     environment.pop("HF_MODULES_CACHE", None)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.main_rank", rank, *map(str, names)],
-            cwd=ROOT,
-            env=environment,
-            stdout=(folder / f"output-{rank}").open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        codes = [process.wait(timeout=TIMEOUT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    output = "".join((folder / f"output-{rank}").read_text() for rank in (0, 1))
-    assert codes == [0, 0], output
+    two_ranks(folder, names, environment)
     outcomes = {
         name.name.removesuffix("-plan"): json.loads((name / "outcome-0.json").read_text())
         for name in names

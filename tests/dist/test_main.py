@@ -27,7 +27,7 @@ from dbx_llmtrain.tracking import METRICS
 from dbx_llmtrain.worker.main import main, run
 from tests import tiny
 from tests.dist import plans
-from tests.dist.launch import TIMEOUT
+from tests.dist.launch import TIMEOUT, two_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -118,23 +118,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for part, plan in zip(("whole-plan", "rest-plan"), pair, strict=True)
     ]
     folders.append(write(folder / "unlike-plan", *unlike(folder)))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.dist.main_rank", rank, *folders],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=(folder / f"output-{rank}").open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        codes = [process.wait(timeout=TIMEOUT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    output = "".join((folder / f"output-{rank}").read_text() for rank in (0, 1))
-    assert codes == [0, 0], output
+    two_ranks(folder, folders, dict(os.environ))
     outcomes = {
         Path(name).name: [
             json.loads((Path(name) / f"outcome-{rank}.json").read_text()) for rank in (0, 1)
