@@ -15,7 +15,13 @@ BIN := $(CURDIR)/.venv/bin
 RUN := JAVA_HOME="$$(cat .venv/java_home)" PATH="$(BIN):$$PATH"
 READY := .venv/packages.stamp .venv/java_home
 MASTER ?= local-cluster[2,1,2048]
+OLDEST := JAVA_HOME="$$(tools/java.sh)" PATH="$(CURDIR)/.venv-oldest/bin:$$PATH"
 OLDEST_SPARK := tests/spark/test_train.py::test_train_on_two_executors
+QUICK := -m "not slow and not gpu"
+# Unit tests take one processor each; ranks and executors have the machine for themselves.
+WORKERS ?= 2
+UNIT := tests/unit -n $(WORKERS) --dist loadfile
+REST := tests/dist tests/spark tests/notebooks
 PYTEST_ARGS ?=
 
 .PHONY: help
@@ -54,7 +60,8 @@ demo: $(READY) ## Fine-tune a real model on two Spark executors and show an answ
 
 .PHONY: test
 test: $(READY) .venv/browser ## The tests, without the slow ones
-	@$(RUN) CHROMIUM="$$(cat .venv/browser)" python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	@$(RUN) python -m pytest $(QUICK) $(UNIT) $(PYTEST_ARGS)
+	@$(RUN) CHROMIUM="$$(cat .venv/browser)" python -m pytest $(QUICK) $(REST) $(PYTEST_ARGS)
 
 .PHONY: test-full
 test-full: $(READY) .venv/browser ## All tests; what needs a GPU says so when there is none
@@ -62,7 +69,8 @@ test-full: $(READY) .venv/browser ## All tests; what needs a GPU says so when th
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/packages.stamp ## Unit and rank tests and one Spark run on the oldest versions
-	@JAVA_HOME="$$(tools/java.sh)" PATH="$(CURDIR)/.venv-oldest/bin:$$PATH" python -m pytest -m "not slow and not gpu" tests/unit tests/dist $(OLDEST_SPARK) $(PYTEST_ARGS)
+	@$(OLDEST) python -m pytest $(QUICK) $(UNIT) $(PYTEST_ARGS)
+	@$(OLDEST) python -m pytest $(QUICK) tests/dist $(OLDEST_SPARK) $(PYTEST_ARGS)
 
 .venv-oldest/packages.stamp: pyproject.toml constraints/oldest.txt tools/venv.sh
 	@tools/venv.sh .venv-oldest constraints/oldest.txt $(OLDEST_PYTHON)

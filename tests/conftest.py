@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +15,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-_FOREIGN = ("MLFLOW_", "DATABRICKS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "DBX_LLMTRAIN_")
+# Tests that look for what was left in the temporary folder see nobody else's.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{worker}-")
+    tempfile.tempdir = None
+
+_FOREIGN = (
+    "MLFLOW_", "DATABRICKS_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "DBX_LLMTRAIN_",
+    "TORCHINDUCTOR_",  # torch sets it when it first compiles
+)  # fmt: skip
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

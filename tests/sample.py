@@ -7,11 +7,11 @@ from typing import Any
 
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.events import Event
+from dbx_llmtrain.forecasts import Decision
 from dbx_llmtrain.records import (
     Artifact,
     Audit,
     ClusterReport,
-    Decision,
     FileEntry,
     GpuInfo,
     ModelInfo,

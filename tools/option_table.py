@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dbx_llmtrain.config import field_paths
+from dbx_llmtrain.model_sections import LoraConfig
 from dbx_llmtrain.option_names import OPTIONS
 
 HEAD = """\
@@ -24,7 +25,7 @@ explained from the same table. *Later*: a field that this version refuses by nam
 
 def page() -> str:
     """The whole page, as Markdown."""
-    live = set(field_paths())
+    live = {*field_paths(), *(f"model.lora.{name}" for name in LoraConfig.model_fields)}
     parts = [HEAD]
     for source, options in groupby(OPTIONS, key=lambda option: option.source):
         parts.append(f"\n## {source}\n\n| theirs | here | |\n|---|---|---|\n")
