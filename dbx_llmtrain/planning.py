@@ -5,71 +5,50 @@ Nothing here reads a file, asks the cluster or imports torch; every number of a 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
+from dbx_llmtrain import batches, choosing, hardware, milestones, timing, zero_config
+from dbx_llmtrain.advice import (
+    nearest,
+    nothing_fits,
+    refusals,
+    refused,
+    what_would_fit,
+    without_offloading,
+)
+from dbx_llmtrain.choosing import Case, Choice
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.errors import CheckpointError, ConfigError, Problem
-from dbx_llmtrain.records import ClusterReport, Decision, ModelInfo, PreparedData, RunPlan
+from dbx_llmtrain.errors import ConfigError, Problem
+from dbx_llmtrain.estimates import ModelShape
+from dbx_llmtrain.forecasts import Decision, Forecast, StrategyRow, TimeEstimate, strategy_name
+from dbx_llmtrain.layout import (
+    Layout,
+    Place,
+    choose_layout,
+    choose_precision,
+    find_place,
+    gpus_of,
+    memory_decision,
+)
+from dbx_llmtrain.model_sections import ParallelConfig
+from dbx_llmtrain.records import ClusterReport, GpuInfo, ModelInfo, PreparedData, RunPlan
 
-DEFAULT_GLOBAL_BATCH = 32
-_AUTO_MICRO_BATCH_TOKENS = 8192
-# GPUs whose tensor cores do not compute in bf16 (compute capability below 8.0).
-_WITHOUT_BF16 = ("T4", "V100", "P100", "P40", "P4", "K80", "M60", "TITAN", "GTX")
+_TOLERANCE = 0.15
+"""Of an estimate of memory: a strategy that was asked for is only refused where it lacks more."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which processes run where. Decided before anything is staged or launched."""
+class _Picked:
+    """The strategy, micro-batch and checkpointing of a run, with what led to them."""
 
-    processes: int
-    local_mode: bool
-    use_gpu: bool
+    parallel: ParallelConfig
+    micro: int
+    again: int
+    why_micro: str
     decisions: tuple[Decision, ...]
-
-
-def choose_layout(cfg: TrainConfig, cluster: ClusterReport) -> Layout:
-    """Number of ranks, their machine and device, from the probe.
-
-    Raises ``ConfigError`` where the batch cannot be cut for that many ranks: the earliest moment
-    at which that is known.
-    """
-    local, why_local = _local_mode(cfg, cluster)
-    use_gpu, why_gpu = _use_gpu(cfg, cluster, local)
-    processes, why_processes = _processes(cfg, cluster, local, use_gpu)
-    _, problems = _batch(cfg, processes)
-    if problems:
-        raise ConfigError(problems)
-    decisions = (
-        Decision(name="cluster.local_mode", value=local, reason=why_local),
-        Decision(name="cluster.use_gpu", value=use_gpu, reason=why_gpu),
-        Decision(name="cluster.processes", value=processes, reason=why_processes),
-    )
-    return Layout(processes, local, use_gpu, decisions)
-
-
-def checkpoint_dir(cfg: TrainConfig, cluster: ClusterReport, *, on_databricks: bool) -> str:
-    """Where run folders lie: as configured, or ``./runs`` where one machine is the whole cluster.
-
-    Raises ``ConfigError`` on a cluster whose nodes would not see the driver's own folder.
-    """
-    if cfg.checkpoint.dir:
-        return cfg.checkpoint.dir
-    elsewhere = [node.host for node in cluster.nodes if node.host != cluster.driver.host]
-    if not on_databricks and not elsewhere:
-        return "runs"
-    where = "on Databricks" if on_databricks else f"with workers on {', '.join(elsewhere[:3])}"
-    raise ConfigError(
-        [
-            Problem(
-                "checkpoint.dir",
-                f"missing: {where} the run folder has to lie on storage that the driver and every "
-                "node see; set it to a volume, such as /Volumes/main/default/llm/runs",
-            )
-        ]
-    )
+    rows: tuple[StrategyRow, ...] = ()
 
 
 def make_plan(
@@ -83,202 +62,282 @@ def make_plan(
     run_name: str,
     run_dir: str,
     resume_from: str | None = None,
+    began: float | None = None,
+    free: int | None = None,
 ) -> RunPlan:
-    """The plan of one run. Raises ``ConfigError`` with everything that cannot work."""
-    strategy, why_strategy = _strategy(cfg, layout.processes)
-    precision, why_precision = _precision(cfg, cluster, layout)
-    batch, problems = _batch(cfg, layout.processes)
-    assert not problems, "choose_layout has refused them"
+    """The plan of one run. Raises ``ConfigError`` with everything that cannot work, and
+    ``CheckpointError`` where the ``free`` bytes of the run folder's storage do not suffice."""
+    precision, why = choose_precision(cfg, cluster, layout)
     check_length(cfg, model)
-    schedule = _schedule(cfg, data, batch)
+    if cfg.data.eval is not None or any(role.startswith("eval") for role in data.sources):
+        milestones.check_held_out(cfg, data.eval_splits)  # no row may be left of them
+    place, gpus = find_place(layout, cluster), gpus_of(layout, cluster)
+    case = _case(cfg, model, data, place, precision)
+    picked = _pick(cfg, place, case)
+    batch = batches.cut_batch(cfg, layout.processes, picked.micro, picked.why_micro)
+    steps = batches.count_steps(cfg, data, batch)
+    tokens = round(steps.total * data.audit.tokens / steps.per_epoch)
+    space = milestones.plan_space(cfg, model, _checkpoint_bytes(picked, model), steps, free)
+    names: dict[str, Any] = {"attempt": attempt, "run_name": run_name, "run_dir": run_dir}
     return RunPlan(
-        attempt=attempt,
-        run_name=run_name,
-        run_dir=run_dir,
+        **names,
         config=cfg,
         world_size=layout.processes,
         local_mode=layout.local_mode,
         use_gpu=layout.use_gpu,
-        strategy=strategy,
+        strategy=_kind(picked.parallel),
         precision=precision,
+        parallel=_parallel(cfg, layout, picked, batch, precision),
+        gradient_checkpointing=picked.again,
         attention=cfg.model.attention,
         global_batch_size=batch.total,
         micro_batch_size=batch.micro,
         accumulation=batch.accumulation,
         examples=data.train_examples,
-        steps_per_epoch=schedule.steps_per_epoch,
-        total_steps=schedule.total,
-        warmup_steps=schedule.warmup,
+        steps_per_epoch=steps.per_epoch,
+        total_steps=steps.total,
+        warmup_steps=steps.warmup,
+        decay_steps=steps.decay,
         local_dir=cfg.cluster.local_dir,
         model=model,
         data=data,
         resume_from=resume_from,
+        began=began,
         decisions=(
             *layout.decisions,
             *_code(cfg, model),
-            Decision(name="parallel.kind", value=strategy, reason=why_strategy),
-            Decision(name="train.precision", value=precision, reason=why_precision),
-            *batch.decisions,
-            *schedule.decisions,
+            *_device(place, gpus, precision, why),
+            *[each for part in (picked, batch, steps) for each in part.decisions],
+            *milestones.plan_milestones(cfg, steps, began),
+            *space,
         ),
+        strategies=picked.rows,
+        time=_time(case, picked.rows, gpus, tokens) if case else None,
     )
 
 
-def identity(plan: RunPlan) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint must have in common with the one that wrote it."""
-    order = {"shuffle", "group_by_length", "longest_first", "objective", "mlm_probability"}
-    return {
-        "model": plan.model.artifact.fingerprint,
-        "data": plan.data.artifact.fingerprint,
-        "global_batch_size": plan.global_batch_size,
-        "seed": plan.config.train.seed,
-        **plan.config.data.model_dump(include=order),
-    }
+def forecast(
+    cfg: TrainConfig, told: str, cluster: ClusterReport, shape: ModelShape, *, model: str
+) -> Forecast:
+    """What would run on a ``cluster`` that was ``told`` in words. Unlike a plan it is also made
+    where nothing fits. Raises ``ConfigError`` for a batch that cannot be cut, a strategy that such
+    a cluster cannot run, and a DeepSpeed configuration that contradicts the rest."""
+    layout = choose_layout(cfg, cluster)
+    precision, why = choose_precision(cfg, cluster, layout)
+    place = find_place(layout, cluster, told=True)
+    # Weights lie on every node's disk in bf16, as most models come.
+    case = Case(cfg, shape, place, precision, cfg.data.max_length, 2 * shape.parameters)
+    choice = choosing.choose(case)
+    row = _asked_for(case, choice)
+    if row is None:
+        raise ConfigError([Problem("parallel.kind", refusals(choice))])
+    fits = choice.chosen is not None and choice.chosen.fits is not False
+    rows = tuple(
+        each.model_copy(update={"chosen": True}) if each.name == row.name else each
+        for each in choice.rows
+    )
+    picked = _picked(case, row.model_copy(update={"chosen": True}), choice.reason, rows)
+    batch = batches.cut_batch(cfg, layout.processes, picked.micro, picked.why_micro)
+    steps = cfg.train.max_steps
+    tokens = steps * batch.total * cfg.data.max_length if steps else None
+    gpus = gpus_of(layout, cluster)
+    return Forecast(
+        cluster=told,
+        config=cfg,
+        model=model,
+        shape=shape,
+        world_size=layout.processes,
+        nodes=len(place.per_node),
+        parallel=_parallel(cfg, layout, picked, batch, precision),
+        precision=precision,
+        gradient_checkpointing=picked.again,
+        global_batch_size=batch.total,
+        micro_batch_size=batch.micro,
+        accumulation=batch.accumulation,
+        total_steps=steps,
+        fits=fits,
+        advice=() if row.fits else tuple(what_would_fit(case)),
+        decisions=(
+            *_configured(cfg, layout),
+            *_device(place, gpus, precision, why),
+            *picked.decisions,
+            *batch.decisions,
+        ),
+        strategies=rows,
+        time=_estimated(case, row, gpus, tokens),
+    )
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of ``now`` was another ``before``, in words."""
+def _checkpoint_bytes(picked: _Picked, model: ModelInfo) -> int | None:
+    """Of one checkpoint: by the estimate, or where the shape is not known weights and AdamW's two
+    numbers in fp32."""
+    row = next((row for row in picked.rows if row.chosen), None)
+    if row is not None and row.estimate is not None:
+        return row.estimate.checkpoint
+    return 12 * model.parameters if model.parameters else None
+
+
+def _configured(cfg: TrainConfig, layout: Layout) -> list[Decision]:
+    """The number of ranks where it is not that of the GPUs that were told."""
+    asked = cfg.cluster.processes != "auto" or cfg.parallel.kind == "single"
+    return [each for each in layout.decisions if asked and each.name == "cluster.processes"]
+
+
+def _parallel(
+    cfg: TrainConfig,
+    layout: Layout,
+    picked: _Picked,
+    batch: batches.Batch,
+    precision: hardware.Precision,
+) -> ParallelConfig:
+    """The strategy with DeepSpeed's configuration, where there is one, read and checked."""
+    found: ParallelConfig = zero_config.planned(
+        picked.parallel,
+        micro_batch=batch.micro,
+        precision=precision,
+        max_grad_norm=cfg.train.max_grad_norm,
+        use_gpu=layout.use_gpu,
+    )
+    return found
+
+
+def _device(
+    place: Place, gpus: Sequence[GpuInfo], precision: hardware.Precision, why: str
+) -> list[Decision]:
+    """What ranks compute in, and what room they have."""
+    room = memory_decision(place, gpus)
     return [
-        f"{name} was {before.get(name)!r}, is {value!r}"
-        for name, value in now.items()
-        if before.get(name) != value
+        Decision(name="train.precision", value=precision, reason=why),
+        *([room] if room else []),
     ]
 
 
-def check_resume(plan: RunPlan, manifest: Mapping[str, Any], folder: str) -> None:
-    """Raise ``CheckpointError`` where a plan cannot go on from a checkpoint with this manifest."""
-    changed = differences(manifest.get("identity", {}), identity(plan))
-    step = manifest.get("state", {}).get("step", 0)
-    if step > plan.total_steps:
-        changed.append(f"it is after step {step}, the run ends with step {plan.total_steps}")
-    if changed:
-        raise CheckpointError(
-            f"this run cannot go on from {folder}: {'; '.join(changed)}. Undo the change, or start "
-            "afresh under another tracking.run_name"
-        )
-
-
-def _local_mode(cfg: TrainConfig, cluster: ClusterReport) -> tuple[bool, str]:
-    if cfg.cluster.local_mode != "auto":
-        return cfg.cluster.local_mode, "as configured"
-    if cluster.local:
-        return True, f"Spark runs on this machine alone ({cluster.master})"
-    return False, f"{len(cluster.executors)} executors on {len(cluster.nodes)} node(s)"
-
-
-def _use_gpu(cfg: TrainConfig, cluster: ClusterReport, local: bool) -> tuple[bool, str]:
-    if cfg.cluster.use_gpu != "auto":
-        return cfg.cluster.use_gpu, "as configured"
-    gpus = _gpu_count(cluster, local)
-    where = "the driver's machine" if local else "the workers"
-    return gpus > 0, f"{gpus} GPU(s) on {where}"
-
-
-def _gpu_count(cluster: ClusterReport, local: bool) -> int:
-    nodes = (cluster.driver,) if local else cluster.nodes
-    return sum(len(node.gpus) for node in nodes)
-
-
-def _processes(
-    cfg: TrainConfig, cluster: ClusterReport, local: bool, use_gpu: bool
-) -> tuple[int, str]:
-    if cfg.cluster.processes != "auto":
-        return cfg.cluster.processes, "as configured"
-    if cfg.parallel.kind == "single":
-        return 1, "parallel.kind is single"
-    if use_gpu:
-        gpus = _gpu_count(cluster, local)
-        count = gpus if local else cluster.slots
-        return max(1, count), f"one for every GPU ({gpus} found, {cluster.slots} task slots)"
-    if local:
-        return 1, "CPU in local mode: one process uses every core"
-    return max(1, len(cluster.executors)), "CPU: one for every executor"
-
-
-def _strategy(cfg: TrainConfig, processes: int) -> tuple[Literal["single", "ddp", "fsdp"], str]:
-    kind = cfg.parallel.kind
-    if kind != "auto":
-        return kind, "as configured"
-    if processes == 1:
-        return "single", "one process"
-    return "fsdp", f"{processes} processes: weights, gradients and optimizer state are sharded"
-
-
-def _precision(
-    cfg: TrainConfig, cluster: ClusterReport, layout: Layout
-) -> tuple[Literal["fp32", "bf16"], str]:
-    if cfg.train.precision != "auto":
-        return cfg.train.precision, "as configured; weights and optimizer state are fp32"
-    if not layout.use_gpu:
-        return "fp32", "CPU"
-    nodes = (cluster.driver,) if layout.local_mode else cluster.nodes
-    names = sorted({gpu.name for node in nodes for gpu in node.gpus})
-    old = [name for name in names if set(name.replace("-", " ").split()) & set(_WITHOUT_BF16)]
-    if old:
-        return "fp32", f"{', '.join(old)} does not compute in bf16"
-    return "bf16", f"{', '.join(names)}; weights and optimizer state are fp32"
-
-
-@dataclass(frozen=True)
-class _Batch:
-    total: int
-    micro: int
-    accumulation: int
-    decisions: tuple[Decision, ...]
-
-
-def _batch(cfg: TrainConfig, ranks: int) -> tuple[_Batch, list[Problem]]:
-    """Global batch, micro-batch and accumulation that agree, or why they cannot."""
-    train = cfg.train
-    total, micro, steps = (
-        train.global_batch_size,
-        None if train.micro_batch_size == "auto" else train.micro_batch_size,
-        train.gradient_accumulation_steps,
+def _case(
+    cfg: TrainConfig,
+    model: ModelInfo,
+    data: PreparedData,
+    place: Place,
+    precision: hardware.Precision,
+) -> Case | None:
+    """What the arithmetic of memory is about; ``None`` where the model's shape is not known."""
+    if model.shape is None:
+        return None
+    longest = 2 ** len(data.audit.lengths) - 1 if data.audit.lengths else cfg.data.max_length
+    if cfg.data.packing:
+        longest = max(1, data.audit.tokens)
+    return Case(
+        cfg,
+        model.shape,
+        place,
+        precision,
+        length=min(cfg.data.max_length, longest),
+        model_bytes=model.artifact.size,
+        data_bytes=data.artifact.size,
     )
-    why_total, why_micro = "as configured", "as configured"
-    problems: list[Problem] = []
-    if total is None and steps is not None:
-        if micro is None:
-            micro, why_micro = _auto_micro(cfg, None, ranks)
-        total = micro * ranks * steps
-        why_total = f"{micro} micro-batch x {ranks} ranks x {steps} accumulation steps"
-    elif total is None:
-        total, why_total = DEFAULT_GLOBAL_BATCH, "default"
-    if micro is None and steps is not None:
-        micro = max(1, math.ceil(total / (ranks * steps)))
-        why_micro = f"ceil({total} / {ranks} ranks / {steps} accumulation steps)"
-    elif micro is None:
-        micro, why_micro = _auto_micro(cfg, total, ranks)
-    if steps is not None and micro * ranks * steps != total:
-        problems.append(
-            Problem(
-                "train.global_batch_size",
-                f"expected micro-batch x ranks x accumulation = {micro} x {ranks} x {steps} = "
-                f"{micro * ranks * steps}, found {total}: give one of global_batch_size and "
-                "gradient_accumulation_steps",
-            )
-        )
-    share = math.ceil(total / ranks)
-    accumulation = math.ceil(share / micro)
-    if micro > share:
-        why_micro += f"; a rank has at most {share} of a step"
+
+
+def _pick(cfg: TrainConfig, place: Place, case: Case | None) -> _Picked:
+    """The strategy with its micro-batch and checkpointing. Raises ``ConfigError`` where nothing
+    fits, and for a strategy that this cluster cannot run."""
+    if case is None:
+        return _without_shape(cfg, place)
+    choice = choosing.choose(case)
+    row = _asked_for(case, choice)
+    if row is None or _lacks(case, row):
+        raise ConfigError([nothing_fits(case, choice)])
+    if not row.chosen:
+        row = row.model_copy(update={"chosen": True})
+        others = tuple(row if each.name == row.name else each for each in choice.rows)
+        return _picked(case, row, "nothing fits for certain", others)
+    return _picked(case, row, choice.reason, choice.rows)
+
+
+def _asked_for(case: Case, choice: Choice) -> StrategyRow | None:
+    """The row that is taken, or lacks least. Raises ``ConfigError`` for a strategy that was asked
+    for and cannot run on this cluster: no other one takes its place."""
+    if case.cfg.parallel.kind != "auto" and choice.chosen is None:
+        wanted = choosing.resolve(case.cfg.parallel)
+        raise ConfigError([refused(wanted, choosing.refusal(case, wanted))])
+    return nearest(case, choice)
+
+
+def _picked(case: Case, row: StrategyRow, reason: str, rows: tuple[StrategyRow, ...]) -> _Picked:
+    """A row of the table as the choice of a run."""
+    if row.fits is False:
+        reason = f"Warning: may run out of memory: {row.why}; {reason}"
+    elif case.cfg.parallel.kind != "auto":
+        reason += f"; fits{'' if row.fits is None else ':'} {row.verdict.removeprefix('yes, ')}"
+    if row.fits and (more := without_offloading(case, row)):
+        reason += f"; nothing is offloaded on {more}"
+    micro, again = case.micro, row.gradient_checkpointing
+    why_micro = micro.why
+    if micro.free and row.micro_batch_size < micro.most:
+        why_micro = f"the largest that fits, of {micro.most} ({micro.why})"
+    why_again = "as configured"
+    if case.cfg.model.gradient_checkpointing == "auto":
+        why_again = "it does not fit without" if again else "it fits without"
+    words = {0: "none", 1: "full"}
     decisions = (
-        Decision(name="train.global_batch_size", value=total, reason=why_total),
-        Decision(name="train.micro_batch_size", value=micro, reason=why_micro),
+        Decision(name="parallel.kind", value=strategy_name(row.parallel), reason=reason),
         Decision(
-            name="accumulation",
-            value=accumulation,
-            reason=f"ceil({share} examples on a rank / {micro})",
+            name="model.gradient_checkpointing", value=words.get(again, again), reason=why_again
         ),
     )
-    return _Batch(total, micro, accumulation, decisions), problems
+    return _Picked(row.parallel, row.micro_batch_size, again, why_micro, decisions, rows)
 
 
-def _auto_micro(cfg: TrainConfig, total: int | None, ranks: int) -> tuple[int, str]:
-    fits = max(1, _AUTO_MICRO_BATCH_TOKENS // cfg.data.max_length)
-    share = fits if total is None else math.ceil(total / ranks)
-    reason = f"at most {_AUTO_MICRO_BATCH_TOKENS} tokens at data.max_length {cfg.data.max_length}"
-    return (fits, reason) if fits < share else (share, "the whole share of a rank")
+def _without_shape(cfg: TrainConfig, place: Place) -> _Picked:
+    """The choice where nothing is known of memory: shard everything."""
+    parallel = choosing.resolve(cfg.parallel)
+    why = "as configured"
+    if cfg.parallel.kind == "auto":
+        parallel = choosing.SINGLE if place.ranks == 1 else choosing.FULL
+        several = f"{place.ranks} processes, and the shape of the model is not known: sharded"
+        why = "one process" if place.ranks == 1 else several
+    if parallel.shard == "hybrid" and (uneven := place.uneven()):
+        raise ConfigError([refused(parallel, uneven)])
+    micro = batches.micro_batch(cfg, place.ranks)
+    again = choosing.checkpointing_of(cfg)[0]
+    decision = Decision(name="parallel.kind", value=strategy_name(parallel), reason=why)
+    return _Picked(parallel, micro.most, again, micro.why, (decision,))
+
+
+def _kind(parallel: ParallelConfig) -> Any:
+    assert parallel.kind != "auto", "resolved before"
+    return parallel.kind
+
+
+def _lacks(case: Case, row: StrategyRow) -> bool:
+    """Whether a strategy that does not fit is refused.
+
+    One that was asked for may lack as much of a GPU as an estimate may be off. What is free of a
+    host's memory changes by the minute: only what the host does not have at all is refused.
+    """
+    found, place = row.estimate, case.place
+    if row.fits is not False or found is None:
+        return False
+    tolerance = 1.0 if case.cfg.parallel.kind == "auto" else 1 + _TOLERANCE
+    needs = (
+        (place.device_memory * tolerance, found.total),
+        (place.host_total, found.host),
+        (place.disk, found.disk),
+    )
+    return any(room and need > room for room, need in needs)
+
+
+def _time(
+    case: Case, rows: Sequence[StrategyRow], gpus: Sequence[GpuInfo], tokens: int
+) -> TimeEstimate | None:
+    row = next((row for row in rows if row.chosen), None)
+    return _estimated(case, row, gpus, tokens) if row else None
+
+
+def _estimated(
+    case: Case, row: StrategyRow, gpus: Sequence[GpuInfo], tokens: int | None
+) -> TimeEstimate:
+    speed = hardware.speed(gpus, case.precision) if case.place.device == "cuda" else None
+    unknown = hardware.unknown_speed(gpus, case.precision)
+    return timing.estimate_time(case, row, speed, tokens, unknown)
 
 
 def _code(cfg: TrainConfig, model: ModelInfo) -> tuple[Decision, ...]:
@@ -292,65 +351,19 @@ def _code(cfg: TrainConfig, model: ModelInfo) -> tuple[Decision, ...]:
 def check_length(cfg: TrainConfig, model: ModelInfo) -> None:
     """Raise ``ConfigError`` for rows longer than the model has positions. Asked before the rows are
     read, too."""
-    if model.max_positions is None or cfg.data.max_length <= model.max_positions:
+    check_positions(cfg, model.max_positions, model.model_type)
+
+
+def check_positions(cfg: TrainConfig, positions: int | None, model_type: str) -> None:
+    """The same of a model of which only its configuration is known."""
+    if positions is None or cfg.data.max_length <= positions:
         return
     raise ConfigError(
         [
             Problem(
                 "data.max_length",
-                f"expected at most {model.max_positions}, the positions that the model "
-                f"({model.model_type}) was built for, found {cfg.data.max_length}",
+                f"expected at most {positions}, the positions that the model "
+                f"({model_type}) was built for, found {cfg.data.max_length}",
             )
         ]
     )
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    steps_per_epoch: int
-    total: int
-    warmup: int
-    decisions: tuple[Decision, ...]
-
-
-def _schedule(cfg: TrainConfig, data: PreparedData, batch: _Batch) -> _Schedule:
-    kind = "packs" if cfg.data.packing else "rows"
-    per_epoch = math.ceil(data.train_examples / batch.total)
-    total, why_total = _total_steps(cfg, per_epoch)
-    warmup, why_warmup = _warmup(cfg, total)
-    decisions = (
-        Decision(
-            name="steps_per_epoch",
-            value=per_epoch,
-            reason=f"{data.train_examples} {kind} / {batch.total}, the last step may be short",
-        ),
-        Decision(name="total_steps", value=total, reason=why_total),
-        Decision(name="warmup_steps", value=warmup, reason=why_warmup),
-        Decision(
-            name="tokens_per_step",
-            value=round(data.audit.tokens / per_epoch),
-            reason=f"{data.audit.tokens} tokens ({data.audit.trained_tokens} trained) in "
-            f"{data.audit.train_rows} rows, {data.train_examples} {kind}",
-        ),
-    )
-    return _Schedule(per_epoch, total, warmup, decisions)
-
-
-def _total_steps(cfg: TrainConfig, steps_per_epoch: int) -> tuple[int, str]:
-    if cfg.train.max_steps is not None:
-        epochs = cfg.train.max_steps / steps_per_epoch
-        return cfg.train.max_steps, f"train.max_steps ({epochs:.2f} epochs)"
-    epochs = 1.0 if cfg.train.epochs is None else cfg.train.epochs
-    return math.ceil(epochs * steps_per_epoch), f"{epochs:g} epoch(s) of {steps_per_epoch} steps"
-
-
-def _warmup(cfg: TrainConfig, total: int) -> tuple[int, str]:
-    warmup = cfg.train.warmup
-    if warmup < 1:
-        steps = math.ceil(warmup * total)
-        return steps, f"ceil({warmup:g} x {total} steps)"
-    steps = int(warmup)
-    if steps > total:
-        highest = cfg.train.learning_rate * total / steps
-        return steps, f"longer than the run: the learning rate only reaches {highest:.3g}"
-    return steps, "as configured"
