@@ -10,7 +10,7 @@ hold.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dbx_llmtrain.worker.data import IGNORED
 from dbx_llmtrain.worker.masks import FULL, SLIDING, attention_window, block_mask
+from dbx_llmtrain.worker.router import SWITCH, recorded, router_loss
 
 _CHUNK_LOGITS = 1024 * 49152
 """Logits held at once: 200 MB in fp32, 1,024 positions of a 49k vocabulary."""
@@ -42,15 +43,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # to
         chunk: int,
         train: bool,
     ) -> Tensor:
-        """``hidden`` (K, H), ``weight`` (V, H), ``bias`` (V,), ``targets`` (K,) -> fp32 scalar."""
+        """``hidden`` (K, H), ``weight`` (V, H), ``bias`` (V,), ``targets`` (K,) -> fp32 scalar.
+
+        Computes in the type of ``hidden``; the gradient of an fp32 weight is never rounded to it.
+        """
         wanted = [train and needed for needed in ctx.needs_input_grad[:3]]
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None
+        matrix = weight.to(hidden.dtype)
         for start in range(0, len(targets), chunk):
             part, target = hidden[start : start + chunk], targets[start : start + chunk, None]
-            logits = (part @ weight.T).float()
+            logits = (part @ matrix.T).float()
             if bias is not None:
                 logits += bias.float()
             highest = logits.amax(dim=1, keepdim=True)
@@ -58,15 +63,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # to
             total = logits.sub_(highest).exp_().sum(dim=1, keepdim=True)
             loss += (total.log() - chosen).sum(dtype=torch.float64)
             if not any(wanted):
+                del logits
                 continue
             slope = logits.div_(total).scatter_add_(1, target, -torch.ones_like(chosen))
             if grad_bias is not None:
                 grad_bias += slope.sum(dim=0)
             slope = slope.to(hidden.dtype)
             if grad_hidden is not None:
-                torch.mm(slope, weight, out=grad_hidden[start : start + chunk])
+                torch.mm(slope, matrix, out=grad_hidden[start : start + chunk])
             if grad_weight is not None:
                 _add_product(grad_weight, slope, part)
+            del logits, slope  # or they would be there while the next chunk's are made
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return loss.float()
@@ -84,11 +91,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc]  # to
 
 
 def _add_product(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    """``total += slope.T @ hidden``, summed over chunks in fp32."""
+    """``total += slope.T @ hidden``, summed over chunks in fp32.
+
+    No loss scale can help where a sum over the positions of a chunk overflows fp16 (it is applied
+    later): ``hidden`` is made smaller by a power of two, so that it cannot. A slope is at most 1.
+    """
     if slope.dtype == total.dtype:
         total.addmm_(slope.T, hidden)
+    elif slope.dtype == torch.float16 and len(hidden):
+        bound = hidden.abs().amax().float() * len(hidden)
+        factor = torch.exp2(torch.log2(2**15 / bound).floor().clamp(min=-40, max=0))
+        total += (slope.T @ (hidden * factor).half()).float() / factor
     else:
         total += slope.T @ hidden
+
+
+def positions_at_once(vocabulary: int) -> int:
+    """How many positions of the loss are done at a time."""
+    return max(128, _CHUNK_LOGITS // vocabulary)
 
 
 def chunked_cross_entropy(
@@ -100,14 +120,28 @@ def chunked_cross_entropy(
     by default as many as make 50 million logits.
     """
     weight, bias = head.weight, head.bias
-    chunk = chunk or max(128, _CHUNK_LOGITS // weight.shape[0])
+    chunk = chunk or positions_at_once(weight.shape[0])
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     train = torch.is_grad_enabled()
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _ChunkedCrossEntropy.apply(
-            hidden.to(dtype), weight.to(dtype), bias, targets, chunk, train
+            hidden.to(dtype), weight, bias, targets, chunk, train
         )
+    return loss
+
+
+def _head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int | None) -> Tensor:
+    """The loss of what the head would give. The head itself is called, with another ``forward``:
+    a strategy that keeps weights in pieces puts them together in a hook of the module."""
+    attributes = vars(head)
+    own = {name: attributes[name] for name in ("forward",) if name in attributes}
+    attributes["forward"] = lambda part: chunked_cross_entropy(part, head, targets, chunk=chunk)
+    try:
+        loss: Tensor = head(hidden)
+    finally:
+        del attributes["forward"]
+        attributes.update(own)
     return loss
 
 
@@ -140,6 +174,7 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         embedding = model.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
+        self._router = router_loss(model)
         self.first_position = _first_position(model) if masked else 0
 
     @property
@@ -174,14 +209,22 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         labels: Tensor | None = None,
         positions: Tensor | None = None,
         logits: bool = False,
+        use: Callable[[Any], None] | None = None,
     ) -> Tensor:
         """The loss of a batch (see ``Batch``) summed over its trained tokens, an fp32 scalar.
 
         It depends on every parameter also when there is nothing to train on, so that all ranks run
         the same collectives. With ``logits`` the model's own logits (B, L, V) instead; without
-        ``segment_ids`` every row is one document.
+        ``segment_ids`` every row is one document. A router loss (see ``router``) is not in the
+        value, only in the gradient.
+
+        ``use`` is called with the model instead, which is whole for it: its outermost weights are
+        gathered, and its blocks gather their own when they are called.
         """
         with self._compute(input_ids.device.type):
+            if use is not None:
+                use(self.model)
+                return torch.zeros((), device=input_ids.device)
             inputs = self._inputs(input_ids, position_ids, segment_ids)
             if logits:
                 own: Tensor = self.model(**inputs).logits
@@ -191,15 +234,26 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
             if positions is None:
                 positions = trained_positions(labels, self.shift)
             targets = labels.flatten()[positions + self.shift]
-            if self.own_logits:
-                chosen = self.model(**inputs).logits.flatten(0, 1)[positions]
-                return nn.functional.cross_entropy(chosen.float(), targets, reduction="sum")
-            if self.masked:
-                chosen = self._logits_at(inputs, positions)
-                return nn.functional.cross_entropy(chosen.float(), targets, reduction="sum")
-            hidden = self.decoder(**inputs)[0].flatten(0, 1)[positions]
-            head = self.model.get_output_embeddings()
-            return chunked_cross_entropy(hidden, head, targets, chunk=self._chunk)
+            if self._router is None or not torch.is_grad_enabled():
+                return self._token_loss(inputs, positions, targets)
+            with recorded(self.decoder) as gates:
+                loss = self._token_loss(inputs, positions, targets)
+            real = None if segment_ids is None else segment_ids > 0
+            balance = self._router(gates[0], real) * (self._router.coefficient * len(positions))
+            return loss + (balance - balance.detach())
+
+    def _token_loss(self, inputs: dict[str, Any], positions: Tensor, targets: Tensor) -> Tensor:
+        """Summed cross-entropy at ``positions`` (K,) against ``targets`` (K,)."""
+        head = self.model.get_output_embeddings()
+        # (A head with adapters is more than its matrix.)
+        if self.own_logits or hasattr(head, "base_layer"):
+            chosen = self.model(**inputs).logits.flatten(0, 1)[positions]
+            return nn.functional.cross_entropy(chosen.float(), targets, reduction="sum")
+        if self.masked:
+            chosen = self._logits_at(inputs, positions)
+            return nn.functional.cross_entropy(chosen.float(), targets, reduction="sum")
+        hidden = self.decoder(**inputs)[0].flatten(0, 1)[positions]
+        return _head_loss(head, hidden, targets, self._chunk)
 
     def _logits_at(self, inputs: dict[str, Any], positions: Tensor) -> Tensor:
         """The model's own logits (K, V) at some places only: its head, which is more than one
@@ -232,6 +286,8 @@ class LossModule(nn.Module):  # type: ignore[misc]  # torch is untyped
         inputs: dict[str, Any] = {"input_ids": input_ids}
         if not self.masked:
             inputs["use_cache"] = False
+        if self._router is not None:
+            inputs[SWITCH] = False
         if segment_ids is None or (self.padded and not self.masked):
             return inputs
         if self.padded:

@@ -11,10 +11,16 @@ import transformers
 
 from dbx_llmtrain.text.prepared import Example
 from dbx_llmtrain.worker.data import IGNORED, Batch, collate, empty_batch
-from dbx_llmtrain.worker.loss import LossModule, chunked_cross_entropy, inference
+from dbx_llmtrain.worker.loss import (
+    LossModule,
+    chunked_cross_entropy,
+    inference,
+    positions_at_once,
+)
 from dbx_llmtrain.worker.masks import Window, attention_window, block_mask
 from dbx_llmtrain.worker.probe import probe
 from tests import reference, tiny
+from tests.live_bytes import LiveBytes
 
 NAMES = {"llama": tiny.llama, "tied": lambda: tiny.llama(tied=True), "gpt2": tiny.gpt2}
 HAS_LAYER_TYPES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (4, 53)
@@ -269,26 +275,116 @@ class TestChunks:
         loss.backward()
         assert {hidden.grad.dtype, head.weight.grad.dtype, loss.dtype} == {torch.float32}
 
-    def test_the_full_logits_are_never_held(self) -> None:
-        """Peak of one forward and backward pass: a chunk of logits, not all of them."""
-        from torch.utils._python_dispatch import TorchDispatchMode
+    @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("mean", [0.0, 3000.0])
+    def test_low_precision_is_right_whatever_the_size(
+        self, precision: torch.dtype, mean: float
+    ) -> None:
+        """2,000 times the same target: the sum of its hidden states overflows fp16 by far, and no
+        loss scale could help, because it comes later."""
+        torch.manual_seed(0)
+        head = torch.nn.Linear(16, 300, bias=False)
+        head.weight.data *= 0.01
+        hidden = (mean + 50 * torch.randn(2000, 16)).requires_grad_()
+        targets = torch.zeros(2000, dtype=torch.int64)
+        found = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", dtype=precision, enabled=enabled):
+                loss = chunked_cross_entropy(hidden, head, targets)
+            found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, head.weight))))
+        tolerance = 0.005 if precision == torch.float16 else 0.05
+        for exact, rounded in zip(*found, strict=True):
+            assert float((rounded - exact).norm() / exact.norm()) < tolerance
 
-        class Largest(TorchDispatchMode):
-            size = 0
+    def test_c54_the_gradient_of_an_fp32_head_is_not_rounded(self) -> None:
+        head = torch.nn.Linear(8, 97, bias=False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = chunked_cross_entropy(torch.randn(64, 8), head, torch.arange(64), chunk=1)
+        (found,) = torch.autograd.grad(loss / 64, head.weight)
+        assert not torch.equal(found, found.bfloat16().float())
 
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-                out = func(*args, **(kwargs or {}))
-                for tensor in out if isinstance(out, list | tuple) else [out]:
-                    if isinstance(tensor, torch.Tensor):
-                        self.size = max(self.size, tensor.numel())
-                return out
 
-        head = torch.nn.Linear(4, 500, bias=False)
-        hidden = torch.randn(1000, 4, requires_grad=True)
-        with Largest() as largest:
-            targets = torch.zeros(1000, dtype=torch.int64)
-            chunked_cross_entropy(hidden, head, targets, chunk=50).backward()
-        assert largest.size == 50 * 500
+class TestMemory:
+    """Live bytes of the loss's forward and backward pass."""
+
+    WIDTH = 16
+    CHUNK = 2**18
+    """Logits held at once; at ``_CHUNK_LOGITS`` the models would be too large for a test."""
+
+    def _peak(self, vocabulary: int, length: int, *, own: bool) -> int:
+        """Of a model that is little more than its head. ``own``: the loss of its own logits."""
+        model = tiny.llama(
+            vocab_size=vocabulary,
+            hidden_size=self.WIDTH,
+            intermediate_size=self.WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            max_position_embeddings=length,
+        )
+        module = LossModule(model, chunk_tokens=self.CHUNK // vocabulary)
+        module.own_logits, module.padded = own, True
+        ids = torch.randint(0, vocabulary, (1, length))
+        with LiveBytes() as live:
+            module(ids, labels=ids).backward()
+        return live.peak
+
+    def _other_terms(self, vocabulary: int, length: int) -> int:
+        """What grows with one of the two: gradients of head and embedding (and one that is being
+        made), and 12 states of each position in the block and around it, attention left out."""
+        return 4 * self.WIDTH * (3 * vocabulary + 40 * length)
+
+    def test_the_peak_does_not_depend_on_vocabulary_times_length(self) -> None:
+        """A few chunks beside what grows with one of the two. The model's own loss holds the
+        logits three times over."""
+        sizes = ((2048, 512), (4096, 1024))
+        ours, own = ([self._peak(*size, own=own) for size in sizes] for own in (False, True))
+        terms = [self._other_terms(*size) for size in sizes]
+        logits = [4 * vocabulary * length for vocabulary, length in sizes]
+        assert ours[1] - ours[0] <= terms[1] - terms[0] < 0.2 * (logits[1] - logits[0])
+        assert all(peak < 0.5 * whole for peak, whole in zip(ours[1:], logits[1:], strict=True))
+        assert own[1] - own[0] > 2.5 * (logits[1] - logits[0])
+
+    def test_a_chunk_is_of_one_size_whatever_the_vocabulary(self) -> None:
+        """50 million logits, or 128 positions where that is more."""
+        assert [positions_at_once(size) for size in (49152, 200_000, 1_000_000)] == [1024, 251, 128]
+
+
+def test_the_head_is_called_so_that_hooks_gather_its_weight() -> None:
+    """As DeepSpeed's hooks do: outside of a call the weight is in pieces."""
+    module, whole = LossModule(tiny.llama()), LossModule(tiny.llama())
+    head = module.model.get_output_embeddings()
+    full, batch = head.weight.data, _packed(tiny.examples((7, 5)))
+    head.weight.data = torch.empty(0)
+
+    def gather(*_: Any) -> None:
+        head.weight.data = full
+
+    def free(*_: Any) -> None:
+        head.weight.data = torch.empty(0)
+
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(free)
+    head.register_full_backward_pre_hook(gather)
+    assert _gradients(module, batch)[0] == _gradients(whole, batch)[0]
+    assert "forward" not in vars(head)
+    assert module(**batch.inputs(), logits=True).shape == (1, 12, tiny.VOCAB)
+
+
+def test_a_head_with_adapters_is_more_than_its_matrix() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    model = peft.get_peft_model(tiny.llama(), settings)
+    rows = tiny.examples((7, 5))
+    expected = float(reference.mean_loss(model, rows).detach())
+    module = LossModule(model)
+    batch = _separate(rows)
+    loss = module(**batch.inputs())
+    loss.backward()
+    assert abs(float(loss.detach()) / batch.trained - expected) < 1e-6
+    trained = [name for name, p in module.named_parameters() if p.requires_grad]
+    assert len(trained) == 2
+    assert all(p.grad is not None for p in module.parameters() if p.requires_grad)
 
 
 class TestMasks:
@@ -308,6 +404,30 @@ class TestMasks:
         mask = block_mask(torch.ones(1, 4, dtype=torch.int64), torch.bfloat16, window=2)
         assert (mask == 0)[0, 0].sum(dim=1).tolist() == [1, 2, 2, 2]
         assert mask.dtype == torch.bfloat16
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+    def test_a_mask_is_finite_in_the_compute_type(
+        self, attention: str, precision: torch.dtype
+    ) -> None:
+        """And keeps documents apart to the bit: fp32's lowest number would be infinite in fp16."""
+        module = _module(tiny.llama(attn_implementation=attention))
+        module.autocast = precision
+        seen: list[torch.Tensor] = []
+        module.decoder.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        rows = tiny.examples((7, 5, 9))
+        other = [tiny.examples((7,), seed=5)[0], *rows[1:]]
+        packed, changed = (
+            module(**_packed(each).inputs(), logits=True)[0] for each in (rows, other)
+        )
+        assert seen[0].dtype == precision
+        assert torch.isfinite(seen[0]).all()
+        assert torch.isfinite(packed).all()
+        assert torch.equal(packed[7:], changed[7:])
+        assert not torch.equal(packed[:7], changed[:7])
 
     @torch.no_grad()
     def test_a_model_whose_every_layer_has_a_window(self) -> None:
