@@ -6,11 +6,18 @@ wire format.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.estimates import MemoryEstimate, ModelShape
+from dbx_llmtrain.forecasts import Decision, StrategyRow, TimeEstimate
+from dbx_llmtrain.model_sections import ParallelConfig
+from dbx_llmtrain.section_types import NonNegativeInt
+
+if TYPE_CHECKING:
+    from dbx_llmtrain.display_curves import Curves
 
 
 class Record(BaseModel):
@@ -22,7 +29,7 @@ class Record(BaseModel):
 
 
 class GpuInfo(Record):
-    """One GPU as ``nvidia-smi`` reports it. Memory in bytes."""
+    """One GPU as ``nvidia-smi`` reports it. Memory in bytes; ``capability`` like ``9.0``."""
 
     index: int
     uuid: str
@@ -30,10 +37,15 @@ class GpuInfo(Record):
     memory_total: int
     memory_used: int
     driver: str
+    capability: str | None = None
 
 
 class NodeReport(Record):
-    """One machine. Memory and disk in bytes; ``problem`` says what could not be read."""
+    """One machine. Memory and disk in bytes; ``problem`` says what could not be read.
+
+    ``tools`` are those that DeepSpeed builds its operators with (``g++``, ``ninja``, ``libaio``),
+    and the operators that are built already (``cpu_adam``, ``async_io``).
+    """
 
     node: str
     host: str
@@ -46,6 +58,7 @@ class NodeReport(Record):
     disk_free: int
     python: str
     packages: dict[str, str] = Field(default_factory=dict)
+    tools: tuple[str, ...] = ()
     problem: str = ""
 
 
@@ -81,11 +94,15 @@ class ClusterReport(Record):
 
 
 class FileEntry(Record):
-    """A file of an artifact: path relative to its folder, size in bytes, SHA-256."""
+    """A file of an artifact: path relative to its folder, size in bytes, SHA-256.
+
+    ``origin`` is the absolute path of a file that lies elsewhere than in the artifact's folder.
+    """
 
     path: str
     size: int
     sha256: str
+    origin: str | None = None
 
 
 class Artifact(Record):
@@ -147,7 +164,8 @@ class SplitInfo(Record):
 
     ``tokens + cut_tokens + dropped_tokens`` were encoded for it: ``cut_tokens`` are those cut away
     from its ``truncated_rows``, ``dropped_tokens`` those of what was left out. ``rows_in_train`` of
-    its rows (by content) are in the training split too.
+    its rows (by content) are in the training split too. ``digest`` names the examples: tokens, what
+    is trained of them, and their order.
     """
 
     examples: int
@@ -158,6 +176,7 @@ class SplitInfo(Record):
     cut_tokens: int = 0
     dropped_tokens: int = 0
     rows_in_train: int = 0
+    digest: str = ""
 
 
 class PreparedData(Record):
@@ -222,14 +241,7 @@ class ModelInfo(Record):
     vocab_size: int
     max_positions: int | None = None
     sliding_window: int | None = None
-
-
-class Decision(Record):
-    """A number or choice of the plan with its reason."""
-
-    name: str
-    value: Any
-    reason: str
+    shape: ModelShape | None = None
 
 
 class TrackingPlan(Record):
@@ -255,8 +267,12 @@ class RunPlan(Record):
     world_size: int
     local_mode: bool
     use_gpu: bool
-    strategy: Literal["single", "ddp", "fsdp"]
-    precision: Literal["fp32", "bf16"]
+    strategy: Literal["single", "ddp", "fsdp", "deepspeed"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """As configured, with everything that was left to us decided."""
+    gradient_checkpointing: NonNegativeInt = 0
+    """Every so many blocks compute their activations again; 0: none."""
     attention: str
     global_batch_size: int
     micro_batch_size: int
@@ -265,57 +281,55 @@ class RunPlan(Record):
     steps_per_epoch: int
     total_steps: int
     warmup_steps: int
+    decay_steps: int | None = None
+    """Steps after the warm-up in which the learning rate falls; ``None``: it does not."""
     local_dir: str | None
     model: ModelInfo
     data: PreparedData
+    purpose: Literal["train", "evaluate"] = "train"
+    """``evaluate``: the ranks compute the held-out losses of one model and train nothing."""
     resume_from: str | None = None
+    weights_from: str | None = None
+    """The checkpoint whose weights are evaluated, where those are not the model's own."""
+    metrics: FileEntry | None = None
+    """The user's own metrics function in the run folder, pickled by value, with its hash."""
+    began: float | None = None
+    """When the call began, seconds since the epoch on the driver's clock: ``train.max_time`` counts
+    from it."""
+    closing: float = 0.0
+    """Seconds that the driver needs, by estimate, from when the ranks have ended until the call
+    returns: ``train.max_time`` leaves them."""
+    stop_after: int | None = None
+    """The ranks end after this step with a checkpoint, as if they had been asked to."""
+    trial: bool = False
     tracking: TrackingPlan | None = None
     decisions: tuple[Decision, ...] = ()
+    strategies: tuple[StrategyRow, ...] = ()
+    """What every strategy would take; one of them is ``chosen``. Empty: the shape is not known."""
+    time: TimeEstimate | None = None
+
+    @field_serializer("config")
+    def _as_given(self, config: TrainConfig) -> dict[str, Any]:
+        """The fields that were set. A default is no setting: read back as one it could be refused,
+        as ``train.betas`` is beside an optimizer that has none."""
+        return config.to_dict()
+
+    @property
+    def memory(self) -> MemoryEstimate | None:
+        """What the chosen strategy takes."""
+        return next((row.estimate for row in self.strategies if row.chosen), None)
 
     def __repr__(self) -> str:
-        from dbx_llmtrain.display import plan_text
+        from dbx_llmtrain.display_plan import plan_text
 
         return plan_text(self)
 
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        from dbx_llmtrain.display import plan_html
+        from dbx_llmtrain.display_plan import plan_html
 
         return plan_html(self)
-
-
-class RankRecord(Record):
-    """How one rank ended, in ``logs/rank-NNNNN.json`` of the run folder.
-
-    ``time`` is seconds since the epoch on the rank's clock; ``result`` is rank 0's outcome.
-    ``stopped`` marks a rank that was well until it was told to end (another one had failed, or the
-    run was cancelled).
-    """
-
-    attempt: str
-    rank: int
-    node: str
-    host: str
-    gpu: str | None = None
-    status: Literal["finished", "failed"]
-    time: float
-    stopped: bool = False
-    step: int | None = None
-    exit_code: int | None = None
-    error: str = ""
-    traceback: str = ""
-    log_tail: str = ""
-    result: RankResult | None = None
-
-
-class RankResult(Record):
-    """What rank 0 reports of a finished run."""
-
-    steps: int
-    metrics: dict[str, float]
-    checkpoint: str | None
-    model_path: str | None
 
 
 class TrainResult(Record):
@@ -323,7 +337,15 @@ class TrainResult(Record):
 
     ``metrics`` has at least ``train_loss`` (token mean over the run), ``tokens_per_second``,
     ``peak_memory_bytes`` (worst rank), ``seconds_to_first_step`` and, with held-out rows,
-    ``initial_eval_loss`` (before the first step) and ``eval_loss`` (after the last).
+    ``initial_eval_loss`` (before the first step) and ``eval_loss`` (after the last). What is not
+    known of a run is not there: of one that goes on from the last checkpoint of another run
+    everything about steps, and where the held-out rows have changed ``initial_eval_loss``.
+
+    ``stop_reason`` says why the run ended before its last step (``train.max_time``, early stopping,
+    a request). With ``checkpoint.keep_best`` the ``best_...`` paths are those of the best model.
+
+    ``model_uri`` is the address of the model in MLflow, ``registered`` (``models:/NAME/VERSION``)
+    that of its version, where ``tracking.log_model`` and ``tracking.register_as`` ask for them.
     """
 
     run_id: str | None
@@ -331,10 +353,21 @@ class TrainResult(Record):
     run_name: str
     checkpoint: str | None
     model_path: str | None
+    best_checkpoint: str | None = None
+    best_model_path: str | None = None
     steps: int
+    stop_reason: str = ""
     restarts: tuple[str, ...] = ()
+    model_uri: str | None = None
+    registered: str | None = None
     audit: Audit
     metrics: dict[str, float]
+
+    def plot(self) -> Curves:
+        """The losses over the steps, from the run folder's events: a picture in a notebook."""
+        from dbx_llmtrain.display_curves import read_curves
+
+        return read_curves(self.run_dir, self.run_name)
 
     def __repr__(self) -> str:
         from dbx_llmtrain.display import result_text
@@ -347,6 +380,3 @@ class TrainResult(Record):
         from dbx_llmtrain.display import result_html
 
         return result_html(self)
-
-
-RankRecord.model_rebuild()

@@ -9,6 +9,7 @@ the tasks that run once per node use it too.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dbx_llmtrain.records import FileEntry
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 _BLOCK = 4 * 1024 * 1024
+_OWN_HASH = "sha256"
+"""Key of a manifest's hash of its other keys."""
 
 
 def local_path(path: str | Path) -> Path:
@@ -92,39 +95,87 @@ def publish_folder(source: Path, target: Path) -> tuple[FileEntry, ...]:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a small file whole: a temporary sibling first, then a rename over the target."""
+    """Write a small file whole: a temporary sibling first, then a rename over the target.
+
+    On a volume the rename is a copy, and a reader may see a part of it.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with temporary.open("w", encoding="utf-8") as writer:
-            writer.write(text)
-            writer.flush()
-            os.fsync(writer.fileno())
-        temporary.replace(target)
+        _write(temporary, text)
+        if not _rename(temporary, target):
+            _write(target, text)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as writer:
+        writer.write(text)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def _rename(source: Path, target: Path) -> bool:
+    """Whether the storage can: mounts of object storage need not."""
+    try:
+        source.replace(target)
+    except OSError as error:
+        if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV):
+            return False
+        raise
+    return True
+
+
 def write_manifest(folder: Path, content: dict[str, object]) -> None:
     """Declare a folder complete. Call it after everything else has been written."""
-    write_text(folder / MANIFEST, json.dumps(content, indent=1, sort_keys=True))
+    plain = json.loads(json.dumps(content))
+    write_text(folder / MANIFEST, _json(plain | {_OWN_HASH: _own_hash(plain)}))
+
+
+def _json(content: dict[str, object]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True)
+
+
+def _own_hash(content: dict[str, object]) -> str:
+    return hashlib.sha256(_json(content).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
     """The manifest of a complete folder; ``None`` when the folder does not count as one.
 
     Every file that the manifest names has to be there in its size. Hashes are checked by whoever
-    reads the files.
+    reads the files; its own is checked here.
     """
     from dbx_llmtrain.records import FileEntry
 
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files = [FileEntry.model_validate(entry) for entry in content["files"]]
-        whole = all((folder / entry.path).stat().st_size == entry.size for entry in files)
-    except (OSError, ValueError, KeyError, TypeError):
+        content: dict[str, object] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        own = content.pop(_OWN_HASH, None)  # older ones have none
+        files = [FileEntry.model_validate(entry) for entry in content["files"]]  # type: ignore[attr-defined]
+        whole = all(place(folder, entry).stat().st_size == entry.size for entry in files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return content if whole else None
+    return content if whole and own in (None, _own_hash(content)) else None
+
+
+def verify(folder: Path) -> list[str]:
+    """What is wrong with a folder that has a manifest: every file is hashed. Empty: nothing."""
+    from dbx_llmtrain.records import FileEntry
+
+    manifest: Any = read_manifest(folder)
+    if manifest is None:
+        return ["incomplete: no valid manifest.json, or a file is missing"]
+    return [
+        f"{entry.path} is damaged: its hash is not the manifest's"
+        for entry in map(FileEntry.model_validate, manifest["files"])
+        if hash_file(place(folder, entry)) != entry.sha256
+    ]
+
+
+def place(folder: Path, entry: FileEntry) -> Path:
+    """Where a file of a folder is: in it, or at its origin."""
+    return folder / (entry.origin or entry.path)
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
@@ -132,21 +183,59 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKPOINTS / f"step-{step:08d}"
 
 
-def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder; ``None`` when there is none.
+def step_of(folder: Path) -> int | None:
+    """The step of a checkpoint by its folder's name; ``None`` for any other name."""
+    prefix, _, number = folder.name.partition("-")
+    return int(number) if prefix == "step" and number.isdecimal() else None
+
+
+def _step_folders(run_dir: Path) -> list[Path]:
+    """Everything that has the name of a checkpoint, the newest first."""
+    try:
+        found = {path: step_of(path) for path in (run_dir / CHECKPOINTS).iterdir()}
+    except OSError:
+        return []
+    steps = [(step, path) for path, step in found.items() if step is not None]
+    return [path for _, path in sorted(steps, reverse=True)]
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run folder, the newest first.
 
     A folder without a valid manifest, which is what a killed writer leaves, does not count.
     """
-    steps = {}
+    return [path for path in _step_folders(run_dir) if read_manifest(path) is not None]
+
+
+def torn(run_dir: Path) -> list[Path]:
+    """The other ones, the newest first: incomplete, or with a manifest that is damaged."""
+    return [path for path in _step_folders(run_dir) if read_manifest(path) is None]
+
+
+def latest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder; ``None`` when there is none."""
+    found = _step_folders(run_dir)
+    return next((path for path in found if read_manifest(path) is not None), None)
+
+
+def free_space(path: Path) -> int | None:
+    """Free bytes where ``path`` is or will be; ``None`` where the storage does not say (object
+    storage that is mounted as a folder has no size)."""
     try:
-        for path in (run_dir / CHECKPOINTS).iterdir():
-            prefix, _, number = path.name.partition("-")
-            if prefix == "step" and number.isdecimal():
-                steps[int(number)] = path
+        usage = shutil.disk_usage(_existing(path))
     except OSError:
         return None
-    newest_first = (steps[number] for number in sorted(steps, reverse=True))
-    return next((path for path in newest_first if read_manifest(path) is not None), None)
+    return usage.free if usage.total else None
+
+
+def device(path: Path) -> int:
+    """The number of the file system where ``path`` is or will be."""
+    return _existing(path).stat().st_dev
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the folder nearest to it that there is."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def remove(folder: Path) -> None:
@@ -190,12 +279,12 @@ class GrowingFile:
         with self._publishing:
             self._published = time.monotonic()
             temporary = self._shared.with_name(f".{self._shared.name}.{os.getpid()}")
-            try:
+            with contextlib.suppress(OSError):
                 copy_file(self._local, temporary)
-                temporary.replace(self._shared)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
+                if not _rename(temporary, self._shared):
+                    copy_file(self._local, self._shared)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def tail(self, size: int = 4000) -> str:
         """The last ``size`` bytes as text; bytes that are not UTF-8 become ``U+FFFD``."""

@@ -21,7 +21,7 @@ def exit_code(number: int) -> int:
 
 
 @contextmanager
-def terminated() -> Iterator[None]:
+def terminated(*, by_default: bool = False) -> Iterator[None]:
     """Within the block the first SIGTERM or SIGHUP raises ``SystemExit`` (143, 129), as Ctrl-C
     raises ``KeyboardInterrupt``.
 
@@ -29,7 +29,7 @@ def terminated() -> Iterator[None]:
     RUNNING. A second one does not disturb the clean-up, and what fails in it does not change the
     exit code: the signal may have ended the JVM too. A signal that is ignored stays so (nohup).
     Does nothing outside the main thread, where Python sets no handlers, or where the handler is not
-    Python's and could not be put back.
+    Python's and could not be put back. ``by_default``: somebody else's handler is left alone, too.
     """
     told: list[int] = []
 
@@ -46,7 +46,9 @@ def terminated() -> Iterator[None]:
     before = {
         number: handler
         for number, handler in handlers.items()
-        if mine and handler not in (None, signal.SIG_IGN)
+        if mine
+        and handler not in (None, signal.SIG_IGN)
+        and not (by_default and handler != signal.SIG_DFL)
     }
     for number in before:
         signal.signal(number, on_signal)

@@ -21,9 +21,11 @@ from dbx_llmtrain.worker.generation import check_generation_config
 from dbx_llmtrain.worker.loop import train_steps
 from dbx_llmtrain.worker.model import check_same_weights, load_model
 from tests import tiny
-from tests.dist.runs import Context, Run, whole
+from tests.dist import runs
+from tests.dist.runs import Context, Run, joined
 
-IDENTITY = {"data": "d", "model": "m"}
+IDENTITY = {"seed": 1, "optimizer": "adamw"}
+STATE = {"step": 4, "nll": 1.5}
 STRATEGIES = ("ddp", "fsdp")
 STEPS = 7
 """Steps of a run: two of an epoch of three (8 rows, 3 at a time) more than two epochs."""
@@ -63,8 +65,8 @@ def advance(run: Run, done: int, until: int) -> list[tuple[float, float]]:
 
 def everything(run: Run) -> dict[str, Tensor]:
     """Every tensor of the model and the optimizer, whole."""
-    tensors = checkpoint._tensors(run.model, run.optimizer)
-    return {name: whole(tensor).clone() for name, tensor in tensors.items()}
+    tensors = checkpoint.stored_tensors(run.model, run.optimizer)
+    return {name: joined(tensor).clone() for name, tensor in tensors}
 
 
 def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -85,15 +87,7 @@ def draws() -> list[float]:
 
 
 def save(run: Run, folder: Path, **changes: Any) -> Path:
-    arguments: dict[str, Any] = {
-        "model": run.model,
-        "optimizer": run.optimizer,
-        "world": run.world,
-        "state": {"step": 4, "nll": 1.5},
-        "identity": IDENTITY,
-        "scratch": folder.parent / "scratch",
-    }
-    return checkpoint.save(folder, **(arguments | changes))
+    return runs.save(run, folder, **({"state": STATE, "identity": IDENTITY} | changes))
 
 
 def load(run: Run, folder: Path, **changes: Any) -> dict[str, Any]:
@@ -178,7 +172,7 @@ def damaged(context: Context) -> dict[str, Any]:
     messages = {
         "hash": refused(lambda: load(run, folder)),
         "nothing": refused(lambda: load(run, shared(context) / "nowhere")),
-        "identity": refused(lambda: load(run, origin, identity=IDENTITY | {"data": "e"})),
+        "identity": refused(lambda: load(run, origin, identity=IDENTITY | {"seed": 2})),
         "tied": refused(lambda: load(make(context, "fsdp", tied=True), origin)),
         "wider": refused(lambda: load(make(context, "ddp", vocab_size=101), origin)),
     }
@@ -277,14 +271,14 @@ def exported(context: Context) -> dict[str, Any]:
             collected = export.collect(run.root, run.model, source, context.world)
             target = shared(context) / "exports" / name
             if collected is not None:
+                weights = dict(collected.weights)
                 export.write_export(
                     target,
                     collected=collected,
-                    source=source,
+                    place=export.Place(source, context.folder / "scratch"),
                     generation=check_generation_config(source),
-                    scratch=context.folder / "scratch",
                 )
-                torch.save((untouched, collected.weights), target.with_suffix(".pt"))
+                torch.save((untouched, weights), target.with_suffix(".pt"))
                 torch.save((collected.input_ids, collected.logits), f"{target}.logits")
             found[name] = {
                 "ranks": context.gather(collected is not None),

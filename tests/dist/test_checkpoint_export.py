@@ -133,7 +133,7 @@ def test_a_checkpoint_before_the_first_step_has_no_optimizer_state(
         ("hash", r"distcp is damaged: its hash is not the manifest's"),
         ("nothing", r"incomplete: no valid manifest\.json"),
         ("incomplete", r"incomplete: no valid manifest\.json"),
-        ("identity", r"data was 'd', is 'e'.* another tracking\.run_name"),
+        ("identity", r"train\.seed: 1 then, 2 now.* another tracking\.run_name"),
         ("tied", r"of another model: model\.lm_head\.weight is only in one of them"),
         ("wider", r"model\.model\.embed_tokens\.weight is \(97, 32\) there and \(101, 32\) here"),
         ("frozen", r"it trained model\.norm\.weight, which is not trained here"),

@@ -97,6 +97,30 @@ def test_a_closed_terminal_does_not_disturb_the_clean_up(tmp_path: object) -> No
         assert file.read() == "cleaned up"
 
 
+OF_SOMEBODY_ELSE = """
+import signal
+from dbx_llmtrain.driver import signals
+
+signal.signal(signal.SIGTERM, lambda *_: print("theirs", flush=True))
+with signals.terminated(by_default=True):
+    signal.raise_signal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+try:
+    with signals.terminated(by_default=True):
+        signal.raise_signal(signal.SIGTERM)
+finally:
+    print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+"""
+
+
+def test_the_handler_of_somebody_else_is_left_alone_where_that_is_asked() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OF_SOMEBODY_ELSE], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (143, "theirs\nTrue\n")
+
+
 def test_other_threads_set_no_handler() -> None:
     before, seen = signal.getsignal(signal.SIGTERM), []
 

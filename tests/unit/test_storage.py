@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,58 @@ def test_a_broken_manifest_is_none(tmp_path: Path, text: str) -> None:
     assert storage.read_manifest(tmp_path) is None
 
 
+def test_a_manifest_that_was_changed_does_not_count(tmp_path: Path) -> None:
+    folder = tree(tmp_path / "a", {"x.txt": "one"})
+    files = [entry.model_dump() for entry in storage.entries(folder)]
+    content: dict[str, object] = {"files": files, "rates": {2: 0.1, 10: 1e-5}, "state": None}
+    storage.write_manifest(folder, content)
+    read = storage.read_manifest(folder)
+    assert read == content | {"rates": {"2": 0.1, "10": 1e-5}}
+    manifest = folder / storage.MANIFEST
+    manifest.write_text(manifest.read_text().replace("1e-05", "1e-04"))
+    assert storage.read_manifest(folder) is None
+    # One without a hash, as earlier versions wrote it.
+    manifest.write_text(json.dumps(content))
+    assert storage.read_manifest(folder) == read
+
+
+def test_every_file_of_a_folder_is_verified(tmp_path: Path) -> None:
+    folder = tree(tmp_path / "a", {"x.txt": "one", "y/z.txt": "two"})
+    assert storage.verify(folder) == ["incomplete: no valid manifest.json, or a file is missing"]
+    files = [entry.model_dump() for entry in storage.entries(folder)]
+    storage.write_manifest(folder, {"files": files})
+    assert storage.verify(folder) == []
+    (folder / "y" / "z.txt").write_text("twp")
+    assert storage.verify(folder) == ["y/z.txt is damaged: its hash is not the manifest's"]
+
+
+def test_complete_and_torn_checkpoints(tmp_path: Path) -> None:
+    assert storage.checkpoints(tmp_path) == storage.torn(tmp_path) == []
+    for step in (2, 10, 9, 1):
+        folder = tree(storage.checkpoint_folder(tmp_path, step), {"x": "y"})
+        files = [entry.model_dump() for entry in storage.entries(folder)]
+        storage.write_manifest(folder, {"files": files})
+    (storage.checkpoint_folder(tmp_path, 10) / storage.MANIFEST).unlink()
+    (storage.checkpoint_folder(tmp_path, 2) / "x").unlink()
+    tree(tmp_path / "checkpoints", {"notes/x": "", "step-x/x": "", "step--1/x": "", "step-3": ""})
+    names = [
+        [path.name for path in found(tmp_path)] for found in (storage.checkpoints, storage.torn)
+    ]
+    assert names == [
+        ["step-00000009", "step-00000001"],
+        ["step-00000010", "step-3", "step-00000002"],
+    ]
+    assert storage.step_of(tmp_path / "step-00000010") == 10
+    assert storage.step_of(tmp_path / "step-x") is storage.step_of(tmp_path / "export") is None
+
+
+def test_free_space_of_what_is_not_there_yet(tmp_path: Path) -> None:
+    free = storage.free_space(tmp_path / "not" / "yet")
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    assert storage.free_space(Path("/proc/self")) is None  # it has no size
+    assert storage.device(tmp_path / "not" / "yet") == tmp_path.stat().st_dev
+
+
 def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     assert storage.latest_checkpoint(tmp_path) is None
     for step in (2, 10, 9):
@@ -113,4 +166,5 @@ def test_a_growing_file_never_raises_for_shared_storage(tmp_path: Path) -> None:
 
 def test_json_of_a_manifest_is_sorted(tmp_path: Path) -> None:
     storage.write_manifest(tmp_path, {"b": 1, "a": 2})
-    assert list(json.loads((tmp_path / storage.MANIFEST).read_text())) == ["a", "b"]
+    content = json.loads((tmp_path / storage.MANIFEST).read_text())
+    assert list(content) == ["a", "b", "sha256"]
