@@ -8,6 +8,7 @@ parts. Where several rows have the same content, which of them comes first makes
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -35,6 +36,9 @@ class SplitStats:
     ``tokens_dropped`` are those of ``documents_dropped`` pieces of long rows that have nothing to
     train on. ``rows_split`` rows were cut in pieces; ``rows_dropped`` have no piece left, and are
     not among ``rows``.
+
+    ``digest`` (24 hex digits) names the examples: their tokens, what is trained of them, and their
+    order. It says the same of the same examples in any data set.
     """
 
     examples: int
@@ -49,16 +53,18 @@ class SplitStats:
     documents_dropped: int = 0
     rows_split: int = 0
     rows_dropped: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True)
 class _Index:
     """The lines of one split: arrays with one entry per line. ``row`` is the global number,
-    ``counts`` has int32 columns by name, ``order`` (int32) the lines in the order in which they are
-    packed, each as often as it has copies. ``tables`` are the index files, memory-mapped, with the
-    number of their first row."""
+    ``digest`` names its tokens, ``counts`` has int32 columns by name, ``order`` (int32) the lines
+    in the order in which they are packed, each as often as it has copies. ``tables`` are the index
+    files, memory-mapped, with the number of their first row."""
 
     row: NDArray[np.int64]
+    digest: NDArray[np.uint64]
     counts: dict[str, NDArray[np.int32]]
     order: NDArray[np.int32]
     tables: tuple[tuple[Any, int], ...]
@@ -117,7 +123,18 @@ def write_packs(
         documents_dropped=len(dropped),
         rows_split=split_rows,
         rows_dropped=len(order) - rows,
+        digest=_name(index.digest[order[laid.row]], laid),
     )
+
+
+def _name(digests: NDArray[np.uint64], laid: Slices) -> str:
+    """The ``digest`` of a split whose slices are of rows with these digests."""
+    import numpy as np
+
+    found = hashlib.sha256(np.flatnonzero(np.diff(laid.pack, prepend=-1)).tobytes())
+    for part in (digests, laid.start, laid.stop):
+        found.update(np.ascontiguousarray(part, part.dtype.newbyteorder("<")).data)
+    return found.hexdigest()[:24]
 
 
 def rows_in_train(index_files: Sequence[Path]) -> dict[str, int]:
@@ -164,14 +181,15 @@ def _read_index(files: Sequence[Path], split: str, first: int, *, in_order: bool
         raise ValueError(f"two index files have one name: {', '.join(sorted(names))}")
     sorting = ("order", "item", "copies") if in_order else ("item", "copies")
     columns: dict[str, list[Any]] = {name: [np.zeros(0, np.int32)] for name in (*_COUNTS, *sorting)}
-    columns |= {"row": [np.zeros(0, np.int64)], "key": [np.zeros(0, np.uint64)]}
+    columns |= {"row": [np.zeros(0, np.int64)], "digest": [np.zeros(0, np.uint64)]}
+    columns |= {"key": [np.zeros(0, np.uint64)]}
     tables = []
     for path in sorted(files, key=lambda path: path.name):
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all()
         places = np.flatnonzero(pc.equal(table.column("split"), split).to_numpy())
         columns["row"].append(places + first)
-        for name in (*_COUNTS, *sorting):
+        for name in ("digest", *_COUNTS, *sorting):
             columns[name].append(table.column(name).to_numpy()[places])
         for chunk in () if in_order else table.column("key").take(places).chunks:
             columns["key"].append(np.frombuffer(chunk.buffers()[1], ">u8", 2 * len(chunk)))
@@ -181,7 +199,7 @@ def _read_index(files: Sequence[Path], split: str, first: int, *, in_order: bool
     whole = {name: np.concatenate(columns.pop(name)) for name in list(columns)}
     key = whole.pop("key").reshape(-1, 2)
     order = _packing_order(key, **{name: whole.pop(name) for name in sorting})
-    return _Index(whole.pop("row"), whole, order, tuple(tables))
+    return _Index(whole.pop("row"), whole.pop("digest"), whole, order, tuple(tables))
 
 
 def _packing_order(

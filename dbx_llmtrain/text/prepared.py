@@ -9,9 +9,10 @@ tokens, and ranks of one host share the pages. A row's number counts the rows of
 parts in the order of their names. Beside it, for the driver alone, lies an index with one line per
 row (``<part>.arrow`` again), from which the packs are made without reading a token:
 
-    key fixed_size_binary(16), order int64, item, length, trained, ends, copies, cut int32,
-    split string, spans, end_places list<int32> (where trained tokens begin and stop, by turns; the
-    trained end tokens), which are read for rows that are cut
+    key fixed_size_binary(16), digest uint64 (of the tokens and marks), order int64,
+    item, length, trained, ends, copies, cut int32, split string,
+    spans, end_places list<int32> (where trained tokens begin and stop, by turns; the trained end
+    tokens), which are read for rows that are cut
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def index_schema() -> Any:
     numbers = [(name, pa.int32()) for name in names]
     lists = [(name, pa.list_(pa.int32())) for name in ("spans", "end_places")]
     return pa.schema(
-        [("key", pa.binary(16)), ("order", pa.int64()), *numbers, ("split", pa.string()), *lists]
+        [
+            *(("key", pa.binary(16)), ("digest", pa.uint64()), ("order", pa.int64())),
+            *(*numbers, ("split", pa.string()), *lists),
+        ]
     )
 
 
@@ -145,6 +149,7 @@ class PartWriter:
         self._index.append(
             {
                 "key": bytes.fromhex(key),
+                "digest": _digest(ids, marks),
                 "order": order,
                 "item": self._item,
                 "length": len(ids),
@@ -176,6 +181,13 @@ class PartWriter:
         self._rows_sink.write_batch(batch)
         self._index_sink.write_batch(pa.RecordBatch.from_pylist(self._index, index_schema()))
         self._rows, self._index = [], []
+
+
+def _digest(ids: NDArray[np.int32], marks: NDArray[np.bool_]) -> int:
+    """64 bits that name tokens and what is trained of them."""
+    found = hashlib.blake2b(ids.tobytes(), digest_size=8)
+    found.update(marks.tobytes())
+    return int.from_bytes(found.digest(), "little")
 
 
 def write_split(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +18,9 @@ from dbx_llmtrain.worker.data import Batch, share_batches
 from dbx_llmtrain.worker.loss import inference
 from dbx_llmtrain.worker.masking import Masking
 from dbx_llmtrain.worker.world import World
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -39,17 +44,19 @@ def evaluate(
     padded: bool = False,
     pad_id: int = 0,
     masking: Masking | None = None,
+    examples: NDArray[np.int64] | None = None,
 ) -> EvalReport:
     """Mean loss over every trained token of ``split``; the same on every rank, whatever the cut.
 
     Every rank calls it and runs the same number of forward passes. Weights, gradients, modes and
     random state are left as they were. ``padded``: see ``data.group``; ``masking`` hides the same
-    tokens every time.
+    tokens every time; ``examples``: only those of these numbers.
     """
+    chosen = np.arange(len(split)) if examples is None else examples
     nll = torch.zeros((), dtype=torch.float64, device=world.device)
     trained = rows = 0
     with inference(root):
-        for batch in _batches(split, world, micro_batch, padded, pad_id, masking):
+        for batch in _batches(split, chosen, world, micro_batch, padded, pad_id, masking):
             nll += root(**batch.to(world.device).inputs())
             trained += batch.trained
             rows += batch.rows
@@ -59,9 +66,10 @@ def evaluate(
     if world.size > 1:
         dist.all_reduce(totals)
     nll_sum, trained_sum, rows_sum = totals.tolist()
-    assert int(rows_sum) == int(split.documents_count.sum()), "a row was not counted exactly once"
+    documents = int(split.documents_count[chosen].sum())
+    assert int(rows_sum) == documents, "a row was not counted exactly once"
     # With masked tokens the index has those that may be masked.
-    expected = int(split.trained.sum())
+    expected = int(split.trained[chosen].sum())
     found = int(trained_sum)
     assert found <= expected if masking else found == expected, "a token was not counted once"
     loss = nll_sum / trained_sum if trained_sum else math.nan
@@ -70,6 +78,7 @@ def evaluate(
 
 def _batches(
     split: Split,
+    chosen: NDArray[np.int64],
     world: World,
     micro_batch: int,
     padded: bool,
@@ -77,7 +86,7 @@ def _batches(
     masking: Masking | None,
 ) -> Iterator[Batch]:
     """This rank's batches: examples of like length together, so that little is padded."""
-    by_length = np.argsort(split.tokens, kind="stable")[::-1]
+    by_length = chosen[np.argsort(split.tokens[chosen], kind="stable")[::-1]]
     window = micro_batch * world.size
     for start in range(0, len(by_length), window):
         parts = np.array_split(by_length[start : start + window], world.size)
@@ -90,6 +99,16 @@ def _batches(
             pad_id=pad_id,
             masking=masking,
         )
+
+
+def chosen_examples(split: Split, name: str, seed: int, most: int | None) -> NDArray[np.int64]:
+    """Numbers of the examples of the split called ``name`` that stand for it where ``most`` of them
+    are to be used: drawn by ``seed`` alone, so the same every time and of every length."""
+    count = len(split)
+    if most is None or most >= count:
+        return np.arange(count)
+    drawn = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    return np.sort(drawn.choice(count, most, replace=False))
 
 
 def combined(reports: Sequence[EvalReport]) -> EvalReport:

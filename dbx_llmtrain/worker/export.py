@@ -1,7 +1,7 @@
 """The trained model as a Hugging Face folder that loads anywhere and computes the same.
 
 Everything but the weights comes from the folder that was trained: configuration, tokenizer and
-template are its files. The export is re-opened and compared before anyone sees it.
+template are its files. The export is re-opened and compared before anyone sees it (``reopened``).
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import warnings
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from dbx_llmtrain import custom_code, storage
 from dbx_llmtrain.compat import dtype_argument
 from dbx_llmtrain.errors import CheckpointError
+from dbx_llmtrain.outcomes import KIND
+from dbx_llmtrain.worker import adapters, lora, reopened
+from dbx_llmtrain.worker.adapters import Adapter
 from dbx_llmtrain.worker.generation import GENERATION_FILE, Generation, sampling_keys
 from dbx_llmtrain.worker.loss import inference
-from dbx_llmtrain.worker.model import check_loading, load_tokenizer, model_class, named_weights
+from dbx_llmtrain.worker.model import load_tokenizer, model_class, named_weights
+from dbx_llmtrain.worker.whole import shape_of, whole
 from dbx_llmtrain.worker.world import World
 
 MAX_SHARD = "5GB"
@@ -43,74 +46,159 @@ _SAMPLES = (
 
 @dataclass(frozen=True)
 class Collected:
-    """What rank 0 needs for an export: every tensor in the type of the export, and a batch (1, L)
-    with the running model's logits for it (1, L, V), in the type it computes in. ``objective`` says
-    which kind of model it is."""
+    """What rank 0 needs for an export: every tensor in ``dtype``, the type of the export, and a
+    batch (1, L) with the running model's logits for it (1, L, V), in the type it computes in.
+
+    ``objective`` says which kind of model it is. Of a model with adapters ``weights`` are the
+    merged ones, and ``adapter`` is what was trained by itself.
+    """
 
     weights: dict[str, Tensor]
     input_ids: Tensor
     logits: Tensor
+    dtype: torch.dtype
     objective: str = "sft"
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """What an export is made beside: ``source`` is the folder that was trained, ``scratch`` one on
+    local disk. ``trusted``: the Python code that came with the model is part of it, and runs
+    (inside ``custom_code.private_modules``).
+
+    ``chat_template`` takes the place of the source's where the model was trained with another;
+    ``told`` is what the manifest says of the run.
+    """
+
+    source: Path
+    scratch: Path
+    chat_template: str | None = None
+    trusted: bool = False
+    told: Mapping[str, str] = field(default_factory=dict)
 
 
 def collect(
-    root: nn.Module, model: nn.Module, source: Path, world: World, *, objective: str = "sft"
+    root: nn.Module,
+    model: nn.Module,
+    source: Path,
+    world: World,
+    *,
+    objective: str = "sft",
+    trusted: bool = False,
 ) -> Collected | None:
     """Bring the whole model to rank 0; all ranks call it. ``None`` on the others.
 
     ``root`` is what the strategy wrapped around ``model``. Afterwards no rank needs another, so the
     files can be written without anyone waiting in a collective.
     """
-    input_ids = _reference_batch(model).to(world.device)
+    input_ids = reference_batch(model).to(world.device)
     with inference(root):
         logits: Tensor = root(input_ids=input_ids, logits=True)
-    weights = gather(model, source_dtype(source), world)
-    return Collected(weights, input_ids, logits, objective) if world.rank == 0 else None
+    dtype, adapter = source_dtype(source), None
+    if lora.is_adapted(model):
+        weights, adapter = adapters.collect(
+            model, source, dtype, world, objective=objective, trusted=trusted
+        )
+    else:
+        weights = gather(model, dtype, world)
+    if world.rank != 0:
+        return None
+    return Collected(weights, input_ids, logits, dtype, objective, adapter)
 
 
-def _reference_batch(model: Any) -> Tensor:
-    """Ids from all over the vocabulary, the same in every run."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+def reference_batch(model: Any) -> Tensor:
+    """Ids (1, 16) from all over the vocabulary, the same in every run."""
+    vocabulary = shape_of(model.get_input_embeddings().weight)[0]
     return (torch.arange(1, 17) * 7919 % vocabulary)[None, :]
 
 
 def write_export(
+    target: Path, *, collected: Collected, place: Place, generation: Generation
+) -> Path:
+    """Write the model to ``target`` on shared storage; rank 0 alone calls it.
+
+    ``collected.weights`` is empty afterwards: the model that is opened again takes their place in
+    memory. Raises ``CheckpointError`` when what was written does not load completely, holds other
+    tensors, gives other logits than the running model did or would not stop generating; ``target``
+    is not touched then.
+    """
+    source, trusted, weights = place.source, place.trusted, collected.weights
+    expected = reopened.Expected(
+        reopened.tensors_of(weights),
+        collected.input_ids,
+        collected.logits,
+        collected.objective,
+        generation.ends,
+        collected.adapter is not None and collected.adapter.four_bit,
+    )
+
+    def make(folder: Path) -> None:
+        copy_code(source, folder, trusted=trusted)
+        write_weights(folder, collected, place)
+        weights.clear()
+        copy_code(source, folder, trusted=trusted)
+        write_config(folder, source, collected.dtype)
+        copy_tokenizer(source, folder, place.chat_template)
+        write_generation(folder, source, generation)
+        if not trusted:
+            drop_auto_map(folder)
+        reopened.check_model(folder, expected, trusted=trusted)
+        check_tokenizer(folder, source, place.chat_template, trusted=trusted)
+
+    return _publish(target, "export", place, make)
+
+
+def write_adapter(
     target: Path,
     *,
     collected: Collected,
-    source: Path,
+    place: Place,
     generation: Generation,
-    scratch: Path,
-    chat_template: str | None = None,
-    trusted: bool = False,
-) -> Path:
-    """Write the model to ``target`` on shared storage; rank 0 alone calls it. ``trusted``: with the
-    Python code that came with it, which runs (inside ``custom_code.private_modules``).
+    base: str,
+    revision: str | None,
+) -> Path | None:
+    """Write the adapter by itself in peft's format, with the tokenizer and what ends a generation,
+    to ``target`` on shared storage; rank 0 alone calls it. ``base`` is the name of the model that
+    it belongs on.
 
-    ``chat_template`` takes the place of the source's where the model was trained with another.
-    Raises ``CheckpointError`` when what was written does not load completely, holds other tensors,
-    or gives other logits than the running model did; ``target`` is not touched then.
+    Nothing is written (``None``) without adapters, and for one over random weights, which nobody
+    else has. Raises ``CheckpointError`` when what was written, put on the base from the source,
+    holds other tensors or gives other logits than the running model did.
     """
-    weights = collected.weights
+    adapter = collected.adapter
+    if adapter is None or not adapters.has_weights(place.source):
+        return None
+    expected = reopened.Expected(
+        {}, collected.input_ids, collected.logits, four_bit=adapter.four_bit
+    )
+    rounded = any(tensor.dtype != torch.float32 for tensor in adapter.tensors.values())
+
+    def make(folder: Path) -> None:
+        adapters.write(folder, adapter, base=base, revision=revision)
+        copy_tokenizer(place.source, folder, place.chat_template)
+        write_generation(folder, place.source, generation)
+        opened = adapters.reopen(
+            folder, adapter, place.source, objective=collected.objective, trusted=place.trusted
+        )
+        reopened.check_logits(opened, expected, exact=not rounded, what="adapter")
+
+    return _publish(target, "adapter", place, make)
+
+
+def _publish(target: Path, kind: str, place: Place, make: Callable[[Path], None]) -> Path:
+    """Make a folder on local disk and put it at ``target``, in place of what was there; the
+    manifest comes last. Raises ``CheckpointError``."""
     try:
-        scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as name:
-            folder = Path(name)
-            copy_code(source, folder, trusted=trusted)
-            write_weights(folder, source, weights, objective=collected.objective, trusted=trusted)
-            copy_code(source, folder, trusted=trusted)
-            write_config(folder, source)
-            copy_tokenizer(source, folder, chat_template)
-            write_generation(folder, source, generation)
-            if not trusted:
-                drop_auto_map(folder)
-            check_model(folder, collected, trusted=trusted)
-            check_tokenizer(folder, source, chat_template, trusted=trusted)
+        place.scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{kind}-", dir=place.scratch) as name:
+            make(Path(name))
             storage.remove(target)
-            files = storage.publish_folder(folder, target)
-            storage.write_manifest(target, {"files": [entry.model_dump() for entry in files]})
+            files = storage.publish_folder(Path(name), target)
+            content = {"files": [entry.model_dump() for entry in files]}
+            storage.write_manifest(target, content | {KIND: kind, **place.told})
     except OSError as error:
-        raise CheckpointError(f"the export {target} cannot be written: {error}") from error
+        raise CheckpointError(f"the {kind} {target} cannot be written: {error}") from error
     return target
 
 
@@ -118,14 +206,14 @@ def gather(model: nn.Module, dtype: torch.dtype, world: World) -> dict[str, Tens
     """Every tensor of the model, whole, on the CPU of rank 0, in ``dtype``; elsewhere nothing.
 
     All ranks call it. Tensors pass one by one, so that no rank but 0 holds more than one of them.
+    They are copies: the model may be given other weights afterwards.
     """
     gathered = {}
     for name, tensor in named_weights(model):
-        whole = tensor.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
+        found = whole(tensor)
         if world.rank == 0:
-            gathered[name] = (whole.to(dtype) if whole.is_floating_point() else whole).cpu()
+            kept = dtype if found.is_floating_point() else found.dtype
+            gathered[name] = found.to("cpu", kept, copy=True)
     return gathered
 
 
@@ -166,14 +254,7 @@ def drop_auto_map(folder: Path) -> None:
             storage.write_text(folder / name, text)
 
 
-def write_weights(
-    folder: Path,
-    source: Path,
-    weights: dict[str, Tensor],
-    *,
-    objective: str = "sft",
-    trusted: bool = False,
-) -> None:
+def write_weights(folder: Path, collected: Collected, place: Place) -> None:
     """Safetensors files of at most ``MAX_SHARD``, under the names that the architecture publishes.
 
     transformers itself writes them, from a model without storage: it knows how names and layouts in
@@ -181,25 +262,23 @@ def write_weights(
     """
     from transformers import AutoConfig
 
-    config = _read_json(source / "config.json")
+    config = _read_json(place.source / "config.json")
     kept = {name: value for name, value in config.items() if name not in sampling_keys()}
     storage.write_text(folder / "config.json", json.dumps(kept))
-    arguments = custom_code.load_from(folder, trusted=trusted)
+    arguments = custom_code.load_from(folder, trusted=place.trusted)
     shape = AutoConfig.from_pretrained(**arguments, local_files_only=True)
     with torch.device("meta"):
-        skeleton = model_class(objective).from_config(
-            shape, trust_remote_code=trusted, **dtype_argument(source_dtype(source))
+        skeleton = model_class(collected.objective).from_config(
+            shape, trust_remote_code=place.trusted, **dtype_argument(collected.dtype)
         )
-    skeleton.save_pretrained(folder, state_dict=dict(weights), max_shard_size=MAX_SHARD)
+    skeleton.save_pretrained(folder, state_dict=dict(collected.weights), max_shard_size=MAX_SHARD)
     (folder / GENERATION_FILE).unlink(missing_ok=True)
 
 
-def write_config(folder: Path, source: Path) -> None:
+def write_config(folder: Path, source: Path, dtype: torch.dtype) -> None:
     """The source's ``config.json`` with the type of the weights in it, under the key it uses."""
     config = _read_json(source / "config.json")
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(
-        source_dtype(source)
-    ).removeprefix("torch.")
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
     storage.write_text(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -224,58 +303,6 @@ def write_generation(folder: Path, source: Path, generation: Generation) -> None
         storage.write_text(folder / GENERATION_FILE, text)
     elif (source / GENERATION_FILE).is_file():
         shutil.copyfile(source / GENERATION_FILE, folder / GENERATION_FILE)
-
-
-def check_model(folder: Path, collected: Collected, *, trusted: bool) -> None:
-    """Re-open the folder as anyone would: no key too few or too many, the same tensors bit by bit,
-    and logits that differ from the running model's by no more than the types round."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        reopened, report = model_class(collected.objective).from_pretrained(
-            **custom_code.load_from(folder, trusted=trusted),
-            local_files_only=True,
-            output_loading_info=True,
-            **dtype_argument("auto"),
-        )
-    check_loading(folder, report, strict=True)
-    found, weights = dict(named_weights(reopened)), collected.weights
-    differing = [
-        name
-        for name, tensor in weights.items()
-        if name not in found or not _same(found[name], tensor)
-    ]
-    if differing or found.keys() - weights.keys():
-        names = ", ".join(sorted({*differing, *(found.keys() - weights.keys())})[:8])
-        raise CheckpointError(f"the export does not hold the trained weights: {names} differ")
-    rounding = {tensor.dtype for tensor in weights.values()} - {torch.float32}
-    _check_logits(reopened.float().eval(), collected, exact=not rounding)
-
-
-def _same(found: Tensor, trained: Tensor) -> bool:
-    """Bitwise, in the type that was written. NaN equals NaN: the run reports those itself."""
-    found = found.detach().to(trained.dtype)
-    return bool(torch.equal(_bits(found), _bits(trained)))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _check_logits(reopened: nn.Module, collected: Collected, *, exact: bool) -> None:
-    """Relative error (L2) of all logits. 1e-5 is fp32 on one kind of device, 1e-4 between two, 0.1
-    the rounding of bf16 weights or sums over dozens of layers; another model is off by 1 or more.
-    """
-    with torch.no_grad():
-        ours = reopened(input_ids=collected.input_ids.cpu()).logits.float()
-    theirs = collected.logits.float().cpu()
-    error = float(torch.linalg.vector_norm(ours - theirs) / torch.linalg.vector_norm(theirs))
-    exact = exact and collected.logits.dtype == torch.float32
-    limit = 0.1 if not exact else 1e-5 if collected.logits.device.type == "cpu" else 1e-4
-    if not error <= limit:
-        raise CheckpointError(
-            f"the export's logits are {error:.1e} off the running model's (limit {limit:.0e}), "
-            "although it holds the same weights: its configuration is not the one that was trained"
-        )
 
 
 def check_tokenizer(

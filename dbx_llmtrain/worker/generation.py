@@ -25,11 +25,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p")
 class Generation:
     """What the export's ``generation_config.json`` holds; ``None``: the model's own file, as it is.
 
-    ``notes`` say what was repaired, in words for the user.
+    ``notes`` say what was repaired, in words for the user; ``ends`` are the tokens with which the
+    answers in the data end.
     """
 
     content: dict[str, Any] | None
     notes: tuple[str, ...]
+    ends: tuple[int, ...] = ()
 
 
 def check_generation_config(folder: Path, end_tokens: Sequence[int] = ()) -> Generation:
@@ -47,14 +49,14 @@ def check_generation_config(folder: Path, end_tokens: Sequence[int] = ()) -> Gen
         notes += [note] if note else []
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     ids = {key: content.get(key, config.get(key)) for key in _TOKEN_IDS}
-    known = _as_list(ids["eos_token_id"])
+    known = as_list(ids["eos_token_id"])
     added = [token for token in end_tokens if token not in known]
     if added:
         present = {key: value for key, value in ids.items() if value is not None}
         content = present | content | {"eos_token_id": [*known, *added]}
         ends = ", ".join(map(str, added))
         notes.append(f"eos_token_id: added {ends}, with which the answers in the data end")
-    return Generation(content if notes else None, tuple(notes))
+    return Generation(content if notes else None, tuple(notes), tuple(end_tokens))
 
 
 def sampling_keys() -> frozenset[str]:
@@ -97,7 +99,8 @@ def _fault(content: dict[str, Any]) -> str:
     return ""
 
 
-def _as_list(ids: Any) -> list[int]:
+def as_list(ids: Any) -> list[int]:
+    """Token ids of a configuration, where one or several may stand, or none."""
     if ids is None:
         return []
     return list(ids) if isinstance(ids, (list, tuple)) else [ids]

@@ -11,7 +11,7 @@ import torch
 
 from dbx_llmtrain.text.prepared import Example, Split, write_split
 from dbx_llmtrain.worker.data import share_batches, shares
-from dbx_llmtrain.worker.evaluate import combined, evaluate, perplexity
+from dbx_llmtrain.worker.evaluate import chosen_examples, combined, evaluate, perplexity
 from dbx_llmtrain.worker.loss import LossModule
 from dbx_llmtrain.worker.masks import block_mask
 from tests import reference, tiny
@@ -129,3 +129,35 @@ def test_rows_without_a_trained_token_have_no_loss(tmp_path: Path) -> None:
 def test_c44_a_perplexity_too_large_for_a_float_is_infinite() -> None:
     assert perplexity(1e6) == math.inf
     assert perplexity(1.0) == math.e
+
+
+def test_the_same_examples_stand_for_a_set_every_time(tmp_path: Path) -> None:
+    rows, split = _split(tmp_path)
+    chosen = chosen_examples(split, "eval", 0, 3)
+    assert chosen.tolist() == chosen_examples(split, "eval", 0, 3).tolist()
+    assert len(set(chosen.tolist())) == 3
+    many = [chosen_examples(split, "eval", seed, 3).tolist() for seed in range(40)]
+    lengths = [{LENGTHS[example] for example in found} for found in many]
+    assert {length for found in lengths for length in found} == set(LENGTHS), "of every length"
+    assert len({str(found) for found in many}) > 10, "by the seed"
+    others = {str(chosen_examples(split, f"eval-{i}", 0, 3).tolist()) for i in range(10)}
+    assert len(others) > 3, "each set has its own"
+    for most in (None, 7, 100):
+        assert chosen_examples(split, "eval", 0, most).tolist() == list(range(7))
+    report = evaluate(LossModule(tiny.llama()), split, ALONE, micro_batch=2, examples=chosen)
+    expected = reference.mean_loss(tiny.llama(), [rows[example] for example in chosen])
+    assert abs(report.loss - float(expected.detach())) < 1e-6
+    assert report.rows == 3
+
+
+def test_c47_a_set_in_two_parts_is_the_whole_set(tmp_path: Path) -> None:
+    rows, split = _split(tmp_path)
+    chosen = chosen_examples(split, "eval", 0, 3)
+    rest = np.setdiff1d(np.arange(7), chosen)
+    module = LossModule(tiny.llama())
+    parts = [
+        evaluate(module, split, ALONE, micro_batch=2, examples=each) for each in (chosen, rest)
+    ]
+    whole = combined(parts)
+    assert abs(whole.loss - float(reference.mean_loss(module.model, rows).detach())) < 1e-6
+    assert whole.rows == 7

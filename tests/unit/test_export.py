@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from dbx_llmtrain import storage
 from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.errors import CheckpointError
-from dbx_llmtrain.worker.export import Collected, gather, source_dtype, write_export
-from dbx_llmtrain.worker.generation import check_generation_config
+from dbx_llmtrain.worker.export import Collected, Place, gather, source_dtype, write_export
+from dbx_llmtrain.worker.generation import Generation, check_generation_config
 from dbx_llmtrain.worker.model import load_model, load_tokenizer
 from dbx_llmtrain.worker.world import World
 from tests import tiny, words
@@ -45,7 +45,8 @@ def _collect(source: Path, model: Any) -> Collected:
     ids = torch.arange(3, 15)[None, :]
     with torch.no_grad():
         logits = model.eval()(input_ids=ids, use_cache=False).logits
-    return Collected(gather(model, source_dtype(source), WORLD), ids, logits)
+    dtype = source_dtype(source)
+    return Collected(gather(model, dtype, WORLD), ids, logits, dtype)
 
 
 def _export(
@@ -54,9 +55,8 @@ def _export(
     return write_export(
         target,
         collected=collected or _collect(source, _trained(source)),
-        source=source,
+        place=Place(source, source.parent / "scratch"),
         generation=check_generation_config(source, ends),
-        scratch=source.parent / "scratch",
     )
 
 
@@ -127,10 +127,8 @@ def test_c94_other_weights_than_those_trained_are_refused(tmp_path: Path) -> Non
             write_export(
                 tmp_path / "export",
                 collected=_collect(source, model),
-                source=source,
+                place=Place(source, tmp_path / "scratch", trusted=True),
                 generation=check_generation_config(source),
-                scratch=tmp_path / "scratch",
-                trusted=True,
             )
     assert not (tmp_path / "export").exists()
     assert not any((tmp_path / "scratch").iterdir())
@@ -145,10 +143,8 @@ def test_the_template_that_the_model_was_trained_with_is_exported(
     target = write_export(
         tmp_path / "export",
         collected=_collect(source, _trained(source)),
-        source=source,
+        place=Place(source, tmp_path / "scratch", chat_template=given),
         generation=check_generation_config(source, ()),
-        scratch=tmp_path / "scratch",
-        chat_template=given,
     )
     tokenizer = load_tokenizer(target)
     assert tokenizer.chat_template == given
@@ -283,6 +279,41 @@ def test_c98_what_ends_the_answers_ends_generation(tmp_path: Path) -> None:
         "bos_token_id": 1,
         "eos_token_id": [2, END_OF_TURN],
     }
+
+
+def test_c98_an_export_that_would_not_stop_is_refused(tmp_path: Path) -> None:
+    source = tiny.model_folder(tmp_path / "source")
+    with pytest.raises(CheckpointError, match=r"would not stop: .* the tokens \[4\], .* are \[2\]"):
+        write_export(
+            tmp_path / "export",
+            collected=_collect(source, _trained(source)),
+            place=Place(source, tmp_path / "scratch"),
+            generation=Generation(None, (), ends=(2, END_OF_TURN)),
+        )
+    assert not (tmp_path / "export").exists()
+
+
+def test_code_that_is_too_old_to_generate_does_not_stop_an_export(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tiny.custom_folder(tmp_path / "source")
+    (source / "generation_config.json").write_text('{"eos_token_id": 2, "use_cache": false}')
+    path = source / "modeling_tiny.py"
+    sound = path.read_text()
+    broken = (
+        "    def prepare_inputs_for_generation(self, ids):\n        return ids.of_another_time\n"
+    )
+    for code, told in ((sound, 0), (sound + broken, 1)):
+        path.write_text(code)
+        with private_modules(tmp_path, wanted=True):
+            write_export(
+                tmp_path / "export",
+                collected=_collect(source, load_model(source, attention="auto", trusted=True)),
+                place=Place(source, tmp_path / "scratch", trusted=True),
+                generation=check_generation_config(source),
+            )
+        found = [text for text in caplog.messages if "cannot generate with it" in text]
+        assert len(found) == told
 
 
 def test_c99_tokenizer_and_template_are_the_same_after_reload(tmp_path: Path) -> None:
