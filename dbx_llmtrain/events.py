@@ -1,8 +1,9 @@
 """What a rank tells the driver while it runs, as JSON lines in ``events.jsonl``.
 
-Kinds: ``phase`` (what it is about to do), ``started``, ``step``, ``eval``, ``checkpoint``,
-``export``, ``failed``, ``finished``. Rank 0 numbers its events within an attempt; they are the log.
-What is not numbered only says where a rank is, over the channel, and is written nowhere.
+Kinds: ``phase`` (what it is about to do), ``started``, ``step``, ``eval``, ``samples``,
+``checkpoint``, ``export``, ``failed``, ``finished``. Rank 0 numbers its events within an attempt;
+they are the log. What is not numbered only says where a rank is, over the channel, and is written
+nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from dbx_llmtrain.storage import GrowingFile
 
 EVENTS_FILE = "events.jsonl"
 
-Kind = Literal["phase", "started", "step", "eval", "checkpoint", "export", "failed", "finished"]
+Kind = Literal[
+    "phase",
+    "started",
+    "step",
+    "eval",
+    "samples",
+    "checkpoint",
+    "export",
+    "adapter",
+    "best_export",
+    "failed",
+    "finished",
+]
 
 
 class Event(Record):
@@ -64,6 +77,10 @@ class EventLog:
         )
         self._file.write(event.model_dump_json().encode() + b"\n")
         return event
+
+    def publish(self) -> None:
+        """Bring what there is to the run folder now."""
+        self._file.publish()
 
     def close(self) -> None:
         """Publish what is left."""

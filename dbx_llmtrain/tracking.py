@@ -1,4 +1,4 @@
-"""The MLflow run. Only this module and ``tracking_store.py`` import mlflow.
+"""The MLflow run. Only this module, ``tracking_store.py`` and ``tracking_sender.py`` import mlflow.
 
 The driver opens the run and ends it, so that its status is true whatever becomes of the ranks. What
 happens in between is logged by rank 0 itself where the store can be reached from a worker (http or
@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import queue
-import re
 import shlex
 import threading
 import time
@@ -24,27 +23,29 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from traceback import format_exception
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from dbx_llmtrain import storage
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.credentials import collect, redact, uri_credentials, without_credentials
-from dbx_llmtrain.events import Event
+from dbx_llmtrain.errors import was_stopped
+from dbx_llmtrain.events import EVENTS_FILE, Event, read_events
 from dbx_llmtrain.records import Audit, PreparedData, RunPlan, TrackingPlan, TrainResult
+from dbx_llmtrain.tracking_guard import Guard, impatient, opening
+from dbx_llmtrain.tracking_params import flat_params, flatten
+from dbx_llmtrain.tracking_sender import PENDING, Sender
 from dbx_llmtrain.tracking_store import (
     BATCH,
+    ERROR_TAG,
     KEY_CHARS,
     PARAM_CHARS,
-    PENDING,
-    Guard,
     Run,
-    Sender,
     clip,
     context_tags,
     experiment_id,
-    impatient,
     on_databricks,
-    opening,
     reachable_from_workers,
+    reopen,
     store_uri,
 )
 
@@ -70,10 +71,11 @@ METRICS: dict[str, str] = {
     "test_perplexity": "exp(test_loss)",
 }
 """Names of the metrics of events and of the MLflow run. Step = optimizer steps done. Held-out sets
-with a name have ``eval_<name>_loss`` and ``eval_<name>_perplexity`` as well.
+with a name have ``eval_<name>_loss`` and ``eval_<name>_perplexity`` as well, a user's own metrics
+their own names, and those of the best model begin with ``best_``.
 
-At the end the metrics of the result are logged at the last step, so that the last value of
-``tokens_per_second`` and ``eval_loss`` is that of the whole run.
+Each has one value at a step. At the end the metrics of the result are logged at the last step, so
+that the last value of ``tokens_per_second`` and ``eval_loss`` is that of the whole run.
 """
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -82,30 +84,50 @@ _ROLES = {"train": "training", "eval": "evaluation", "test": "testing"}
 
 
 @contextmanager
-def driver_run(plan: RunPlan) -> Iterator[DriverRun]:
-    """The MLflow run of a planned training run, for as long as the block lasts.
+def driver_run(
+    plan: RunPlan,
+    earlier: TrackingPlan | None = None,
+    *,
+    others: tuple[type[BaseException], ...] = (),
+) -> Iterator[DriverRun]:
+    """The MLflow run of a planned training run, for as long as the block lasts: the ``earlier`` one
+    of the same run folder, where there was one, else a new one.
 
-    It ends FINISHED, KILLED when the user interrupts, else FAILED with the error as ``error.txt``.
-    Without a usable store the block gets a run that logs nothing.
+    It ends FINISHED, KILLED when the user interrupts, else FAILED with the error as ``error.txt``;
+    after one of the ``others`` it is not this call's any more and is left alone. Without a usable
+    store the block gets a run that logs nothing.
     """
-    run = open_run(plan.config, plan.run_name, Path(plan.run_dir).parent)
+    tags = {"dbx_llmtrain.trial": "true"} if plan.trial else {}
+    parent = Path(plan.run_dir).parent
+    run = open_run(plan.config, plan.run_name, parent, earlier=earlier, tags=tags)
     run = run or DriverRun(None, uri="", secrets={})
     try:
         yield run
+    except others:
+        raise
     except BaseException as error:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        text = f"{type(error).__name__}: {error}"
+        stopped = was_stopped(error)
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
         run.finish("KILLED" if stopped else "FAILED", text, "".join(format_exception(error)))
         raise
     run.finish("FINISHED")
 
 
-def open_run(cfg: TrainConfig, run_name: str, default_store: Path) -> DriverRun | None:
+def open_run(
+    cfg: TrainConfig,
+    run_name: str,
+    default_store: Path,
+    *,
+    earlier: TrackingPlan | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> DriverRun | None:
     """Open the MLflow run of a training run, or warn and return ``None``.
 
     The store is the one the user chose (``MLFLOW_TRACKING_URI``, ``mlflow.set_tracking_uri``, or
     that of the active run), on Databricks the workspace's, else ``mlflow.db`` and ``mlartifacts``
-    in ``default_store`` (``checkpoint.dir``). An active run becomes the parent and stays open.
+    in ``default_store`` (``checkpoint.dir``). An active run becomes the parent and stays open. The
+    ``earlier`` run is opened again, unless it has been deleted or is in another store: then there
+    is a warning and a new run.
     """
     with Guard("opening the run", set()), impatient():
         import mlflow
@@ -115,29 +137,60 @@ def open_run(cfg: TrainConfig, run_name: str, default_store: Path) -> DriverRun 
         secrets = {**worker_secrets(os.environ), **uri_credentials(uri)}
         with opening(uri):
             client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-        experiment = experiment_id(client, cfg.tracking.experiment, parent, default_store)
-        tags = {**context_tags(), **cfg.tracking.tags}
-        tags["dbx_llmtrain.run_dir"] = str(default_store / run_name)
+            experiment = experiment_id(client, cfg.tracking.experiment, parent, default_store)
+        wanted = {**context_tags(), **cfg.tracking.tags, **(tags or {})}
+        wanted["dbx_llmtrain.run_dir"] = str(default_store / run_name)
         if parent is not None:
-            tags["mlflow.parentRunId"] = parent.info.run_id
-        tags = {key[:KEY_CHARS]: clip(redact(value, secrets)) for key, value in tags.items()}
-        run = client.create_run(experiment, tags=tags, run_name=run_name)
+            wanted["mlflow.parentRunId"] = parent.info.run_id
+        wanted = {key[:KEY_CHARS]: clip(redact(text, secrets)) for key, text in wanted.items()}
+        run = reopen(client, uri, earlier, wanted)
+        known = run.data.params if run is not None else None
+        run = run or client.create_run(experiment, tags=wanted, run_name=run_name)
         plan = TrackingPlan(
             uri=without_credentials(uri),
             experiment_id=run.info.experiment_id,
             run_id=run.info.run_id,
             by_rank=reachable_from_workers(uri),
         )
-        return DriverRun(plan, uri=uri, secrets=secrets)
+        return DriverRun(plan, uri=uri, secrets=secrets, known=known)
     return None
 
 
-class DriverRun:
-    """The driver's side of an MLflow run. No method raises."""
+def end_dead(earlier: TrackingPlan, default_store: Path, why: str) -> None:
+    """Set the run of a driver that is gone to FAILED, where it is still RUNNING and its store is
+    the one in use. Warns instead of raising."""
+    with Guard("ending the run of a driver that is gone", set()), impatient():
+        import mlflow
 
-    def __init__(self, plan: TrackingPlan | None, *, uri: str, secrets: Mapping[str, str]) -> None:
+        uri = store_uri(default_store, has_parent=mlflow.active_run() is not None)
+        if without_credentials(uri) != earlier.uri:
+            return
+        with opening(uri):
+            client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+            status = client.get_run(earlier.run_id).info.status
+        if status == "RUNNING":
+            client.set_terminated(earlier.run_id, status="FAILED")
+            client.set_tag(earlier.run_id, ERROR_TAG, why)
+
+
+class DriverRun:
+    """The driver's side of an MLflow run. No method raises. ``known`` are the parameters that a run
+    has already which goes on: MLflow never changes one, so that another value becomes a tag
+    ``changed.<name>``.
+    """
+
+    def __init__(
+        self,
+        plan: TrackingPlan | None,
+        *,
+        uri: str,
+        secrets: Mapping[str, str],
+        known: Mapping[str, str] | None = None,
+    ) -> None:
         self._plan = plan
         self._secrets = dict(secrets)
+        self._known = dict(known or {})
+        self._goes_on = known is not None
         self._run = Run(uri, plan.run_id if plan else None)
         self._sender = Sender(self._run, self._secrets)
         self._keep_checkpoint = False
@@ -151,8 +204,12 @@ class DriverRun:
         return plan.model_copy(update={"tracking": self._plan})
 
     def log_start(self, plan: RunPlan) -> None:
-        """All that is known before the launch: configuration, plan, data sources, audit."""
+        """All that is known before the launch: configuration, plan, data sources, audit; of a run
+        that goes on also the metrics which an attempt that was killed could not log."""
         self._keep_checkpoint = plan.config.tracking.log_checkpoints
+        done = storage.step_of(Path(plan.resume_from)) if plan.resume_from else None
+        if self._goes_on and done:
+            self._sender.fill(read_events(storage.local_path(plan.run_dir) / EVENTS_FILE), done)
         self.log_config(plan)
         self.log_inputs(plan.data)
         self.log_audit(plan.data.audit)
@@ -187,7 +244,7 @@ class DriverRun:
 
     def log_audit(self, audit: Audit) -> None:
         """What became of every row and token: parameters, and whole as ``audit.json``."""
-        self._log_params(_flat("audit", audit.model_dump()))
+        self._log_params(flatten("audit", audit.model_dump()))
         self._log_text("audit.json", audit.model_dump_json(indent=1))
 
     def log_event(self, event: Event) -> None:
@@ -201,9 +258,7 @@ class DriverRun:
 
         With ``tracking.log_checkpoints`` also the last checkpoint's files.
         """
-        now = int(time.time() * 1000)
-        for name, value in result.metrics.items():
-            self._sender.add_metric(name, value, now, result.steps)
+        self._sender.add_last(result.metrics, int(time.time() * 1000), result.steps)
         self._sender.add_tag("dbx_llmtrain.checkpoint", result.checkpoint)
         self._sender.add_tag("dbx_llmtrain.model_path", result.model_path)
         self._sender.flush()
@@ -238,12 +293,20 @@ class DriverRun:
             always=True,
         )
         if error and outcome == "done":
-            self.set_tag("dbx_llmtrain.error", error.strip().split("\n", 1)[0])
+            self.set_tag(ERROR_TAG, error.strip().split("\n", 1)[0])
             self._log_text("error.txt", details or error)
         return outcome == "done"
 
     def _log_params(self, params: Mapping[str, str]) -> None:
-        items = [(key, redact(value, self._secrets)) for key, value in params.items()]
+        clean = {
+            key[:KEY_CHARS]: redact(value, self._secrets)[:PARAM_CHARS]
+            for key, value in params.items()
+        }
+        for key, value in clean.items():
+            if self._known.get(key, value) != value:
+                self._sender.add_tag(f"changed.{key}"[:KEY_CHARS], value)
+        self._sender.flush()
+        items = [(key, value) for key, value in clean.items() if key not in self._known]
         for start in range(0, len(items), BATCH):
             part = items[start : start + BATCH]
             self._run.attempt("logging parameters", partial(self._send, params=part))
@@ -251,7 +314,7 @@ class DriverRun:
     def _send(self, client: MlflowClient, params: list[tuple[str, str]]) -> None:
         from mlflow.entities import Param
 
-        batch = [Param(key[:KEY_CHARS], value[:PARAM_CHARS]) for key, value in params]
+        batch = [Param(key, value) for key, value in params]
         client.log_batch(self._run.run_id, params=batch, synchronous=True)
 
     def _log_text(self, name: str, text: str) -> None:
@@ -333,33 +396,3 @@ def how_to_open(plan: TrackingPlan) -> str:
     if plan.by_rank:
         return f"the experiment's page in the workspace, run {plan.run_id}"
     return f"mlflow ui --backend-store-uri {shlex.quote(plan.uri)}   # then http://127.0.0.1:5000{page}"
-
-
-def flat_params(plan: RunPlan) -> dict[str, str]:
-    """Configuration (defaults included) and plan as MLflow parameters: dotted names, text."""
-    config = plan.config.model_dump(mode="json")
-    numbers = plan.model_dump(
-        mode="json",
-        exclude={"config", "model", "data", "tracking", "decisions", "attempt"},
-    )
-    model = plan.model.model_dump(mode="json", exclude={"artifact"})
-    data = plan.data.model_dump(mode="json", exclude={"artifact", "audit", "sources"})
-    for part, artifact in ((model, plan.model.artifact), (data, plan.data.artifact)):
-        part.update(fingerprint=artifact.fingerprint, bytes=artifact.size)
-    params: dict[str, str] = {}
-    for name, section in config.items():
-        params |= _flat(name, section)
-    return params | _flat("plan", {**numbers, "model": model, "data": data})
-
-
-def _flat(prefix: str, value: Any) -> dict[str, str]:
-    """Nested mappings as dotted names that MLflow takes; ``None`` and empty ones are left out."""
-    if isinstance(value, Mapping):
-        found: dict[str, str] = {}
-        for key, item in value.items():
-            found |= _flat(f"{prefix}.{key}", item)
-        return found
-    if value is None or value == []:
-        return {}
-    text = value if isinstance(value, str) else json.dumps(value)
-    return {re.sub(r"[^\w. -]", "_", prefix)[:KEY_CHARS]: text}

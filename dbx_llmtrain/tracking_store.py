@@ -1,7 +1,7 @@
 """Calls to MLflow that cannot fail: they end in one warning per kind, and within seconds.
 
 The half of ``tracking.py`` that knows MLflow's ways: where the store is, how patient to be with it,
-what to do when it does not answer.
+what to do when it does not answer. What is sent there is ``tracking_sender.py``'s.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import sqlite3
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from dbx_llmtrain.credentials import collect, redact
-from dbx_llmtrain.events import Event
+from dbx_llmtrain.credentials import without_credentials
+from dbx_llmtrain.records import TrackingPlan
+from dbx_llmtrain.tracking_guard import TIMEOUT, Guard, impatient
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -32,15 +28,9 @@ logger = logging.getLogger(__name__)
 Outcome = Literal["done", "down", "refused"]
 
 # MLflow's limits, on the safe side of every version and of Databricks.
-KEY_CHARS, PARAM_CHARS, TAG_CHARS, BATCH, ENTITIES = 250, 6000, 5000, 100, 1000
-PENDING = 20_000
+KEY_CHARS, PARAM_CHARS, TAG_CHARS, BATCH = 250, 6000, 5000, 100
+ERROR_TAG = "dbx_llmtrain.error"
 _COOL_OFF = 30.0
-# Used where the user has not set them. MLflow's own defaults are 7 retries of up to 120 s each.
-_IMPATIENCE = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "20",
-}
 _TRANSIENT = {
     "INTERNAL_ERROR",
     "TEMPORARILY_UNAVAILABLE",
@@ -51,76 +41,6 @@ _TRANSIENT = {
 }
 # Faults of what was given, not of the store.
 _OURS = (FileNotFoundError, NotADirectoryError, PermissionError, ImportError, TypeError, ValueError)
-_lock = threading.RLock()
-
-
-class Guard:
-    """A ``with`` block that no exception leaves: it becomes one warning per kind."""
-
-    def __init__(self, what: str, warned: set[str], *, where: str = "MLflow") -> None:
-        self._what = what
-        self._warned = warned
-        self._where = where
-        self.error: BaseException | None = None
-
-    def __enter__(self) -> Guard:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if error is None or not isinstance(error, Exception):
-            return False
-        self.error = error
-        cause = " ".join(redact(str(error), collect(os.environ)).split())[:500]
-        text = f"{self._where}: {self._what} failed: {type(error).__name__}: {cause}"
-        level = logging.DEBUG if self._what in self._warned else logging.WARNING
-        self._warned.add(self._what)
-        logger.log(level, "%s. Training goes on.", text)
-        return True
-
-
-@contextmanager
-def impatient(timeout: str = _IMPATIENCE["MLFLOW_HTTP_REQUEST_TIMEOUT"]) -> Iterator[None]:
-    """Few retries and short time-outs, where the user has not set them; one caller at a time."""
-    wanted = {**_IMPATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": timeout}
-    with _lock:
-        added = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(added)
-        try:
-            yield
-        finally:
-            for name in added:
-                os.environ.pop(name, None)
-
-
-@contextmanager
-def opening(uri: str) -> Iterator[None]:
-    """Around the first use of a store.
-
-    A SQLite file that cannot be written costs MLflow 2 more than a minute of retries, so it is
-    tried first. A new one costs sixty lines of log about its tables, and MLflow 2 replaces the
-    handlers of the root logger on the way: they are put back.
-    """
-    before, level, handlers = (
-        logging.root.manager.disable,
-        logging.root.level,
-        logging.root.handlers,
-    )
-    kept = list(handlers)
-    if uri.startswith("sqlite:///"):
-        with closing(sqlite3.connect(uri.removeprefix("sqlite:///"), timeout=5)) as database:
-            database.execute("BEGIN IMMEDIATE")
-        logging.disable(max(before, logging.INFO))
-    try:
-        yield
-    finally:
-        logging.disable(before)
-        logging.root.setLevel(level)
-        logging.root.handlers[:] = kept
 
 
 class Run:
@@ -141,7 +61,7 @@ class Run:
         call: Callable[[MlflowClient], object],
         *,
         always: bool = False,
-        timeout: str = _IMPATIENCE["MLFLOW_HTTP_REQUEST_TIMEOUT"],
+        timeout: str = TIMEOUT,
     ) -> Outcome:
         """``down``: not now, the store does not answer; ``refused``: it answered and won't do it.
 
@@ -170,79 +90,6 @@ class Run:
     def resting(self) -> bool:
         """Whether the store did not answer and is left alone for a while."""
         return self._clock() < self._down_until
-
-
-class Sender:
-    """Metrics and tags on their way to a run. They wait while the store is down."""
-
-    def __init__(self, run: Run, secrets: Mapping[str, str]) -> None:
-        self._run = run
-        self._secrets = secrets
-        self._metrics: deque[tuple[str, float, int, int]] = deque(maxlen=PENDING)
-        self._tags: dict[str, str] = {}
-        self._lost = 0
-
-    def empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._metrics and not self._tags
-
-    def add(self, event: Event) -> None:
-        """Take an event's metrics, and the path of a checkpoint or an export as a tag."""
-        for name, value in event.metrics.items():
-            self.add_metric(name, value, int(event.time * 1000), event.step)
-        if event.kind == "checkpoint":
-            self.add_tag("dbx_llmtrain.checkpoint", event.data.get("path"))
-        if event.kind == "export":
-            self.add_tag("dbx_llmtrain.model_path", event.data.get("path"))
-
-    def add_metric(self, name: str, value: float, time_ms: int, step: int) -> None:
-        """Take one metric; the oldest one that waits makes room when there are too many."""
-        with _lock:
-            self._lost += len(self._metrics) == PENDING
-            if self._lost == 1:
-                logger.warning("MLflow: too many metrics wait, the oldest are lost")
-            self._metrics.append((name, value, time_ms, step))
-
-    def add_tag(self, key: str, value: object) -> None:
-        """Take one tag; ``None`` is no tag."""
-        if value is not None:
-            self._tags[key] = clip(redact(str(value), self._secrets))
-
-    def flush(self, *, always: bool = False) -> bool:
-        """Send what waits; whether all of it went out. ``always``: also during the cool-off."""
-        with _lock:
-            while not self.empty():
-                if self._run.resting() and not always:
-                    return False
-                metrics = list(self._metrics)[: ENTITIES - BATCH]
-                tags = list(self._tags.items())[:BATCH]
-                outcome = self._run.attempt(
-                    "logging metrics",
-                    partial(self._send, metrics=metrics, tags=tags),
-                    always=always,
-                )
-                if outcome == "down":
-                    return False
-                for _ in metrics:
-                    self._metrics.popleft()
-                for key, _ in tags:
-                    del self._tags[key]
-            return True
-
-    def _send(
-        self,
-        client: MlflowClient,
-        metrics: list[tuple[str, float, int, int]],
-        tags: list[tuple[str, str]],
-    ) -> None:
-        from mlflow.entities import Metric, RunTag
-
-        client.log_batch(
-            self._run.run_id,
-            metrics=[Metric(*item) for item in metrics],
-            tags=[RunTag(*item) for item in tags],
-            synchronous=True,
-        )
 
 
 def clip(text: str) -> str:
@@ -301,6 +148,38 @@ def experiment_id(client: MlflowClient, name: str | None, parent: Any, folder: P
         # A job has no notebook; a workspace wants an absolute name.
         name = "/Shared/dbx_llmtrain"
     return _find_or_create(client, name or "dbx_llmtrain", folder)
+
+
+def reopen(
+    client: MlflowClient, uri: str, earlier: TrackingPlan | None, tags: Mapping[str, str]
+) -> Any:
+    """The earlier run of a run folder, RUNNING again and with these tags; ``None`` after a warning
+    where it cannot be continued. Raises when the store does not answer."""
+    from mlflow.exceptions import MlflowException
+
+    if earlier is None:
+        return None
+    why = ""
+    if without_credentials(uri) != earlier.uri:
+        why = f"is in another store ({earlier.uri})"
+    else:
+        try:
+            run = client.get_run(earlier.run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            why = "does not exist any more"
+        else:
+            why = "" if run.info.lifecycle_stage == "active" else "has been deleted"
+    if why:
+        logger.warning("MLflow: run %s of this folder %s: a new one begins", earlier.run_id, why)
+        return None
+    client.update_run(earlier.run_id, status="RUNNING")
+    for key, value in tags.items():
+        client.set_tag(earlier.run_id, key, value)
+    if ERROR_TAG in run.data.tags:
+        client.delete_tag(earlier.run_id, ERROR_TAG)
+    return run
 
 
 def _is_workspace(uri: str) -> bool:

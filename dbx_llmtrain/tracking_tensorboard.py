@@ -29,7 +29,7 @@ from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.errors import ConfigError, Problem
 from dbx_llmtrain.events import Event
 from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.tracking_store import Guard
+from dbx_llmtrain.tracking_guard import Guard
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event as Message

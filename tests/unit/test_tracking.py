@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from dbx_llmtrain import tracking, tracking_store
+from dbx_llmtrain import tracking, tracking_guard, tracking_sender, tracking_store
 from dbx_llmtrain.credentials import collect, redact, uri_credentials, without_credentials
 from dbx_llmtrain.errors import TrainingFailed
+from dbx_llmtrain.events import Event
 from dbx_llmtrain.records import RunPlan, TrackingPlan
 from tests import sample
 
@@ -188,6 +189,7 @@ def test_a_finished_run_has_everything(store: Path, tmp_path: Path) -> None:
     [
         (TrainingFailed("boom\nmore", rank=1, host="worker-2"), "FAILED"),
         (KeyboardInterrupt(), "KILLED"),
+        (TrainingFailed("as it was asked to", cause=TrainingFailed.STOPPED), "KILLED"),
     ],
 )
 def test_a_failed_run_says_so(
@@ -200,8 +202,9 @@ def test_a_failed_run_says_so(
         raise error
     assert stored(run).info.status == status
     assert type(error).__name__ in artifact_text(run, "error.txt", tmp_path)
+    tag = stored(run).data.tags["dbx_llmtrain.error"]
+    assert tag == f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
     if status == "FAILED":
-        tag = stored(run).data.tags["dbx_llmtrain.error"]
         assert tag == "TrainingFailed: training failed: rank 1, on worker-2: boom"
 
 
@@ -382,7 +385,7 @@ def test_metrics_wait_while_the_store_rests(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     now = [0.0]
     run = tracking_store.Run(f"http://127.0.0.1:{free_port()}", "r", clock=lambda: now[0])
-    sender = tracking_store.Sender(run, {})
+    sender = tracking_sender.Sender(run, {})
     sender.add(sample.event(loss=1.0))
     assert not sender.flush()
     assert run.resting()
@@ -413,10 +416,355 @@ def test_a_new_store_leaves_the_users_logging_alone(tmp_path: Path) -> None:
 
 def test_a_full_queue_loses_events_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     run = tracking_store.Run("http://127.0.0.1:9", "r")
-    sender = tracking_store.Sender(run, {})
-    for step in range(tracking_store.PENDING + 2):
-        sender.add_metric("loss", 1.0, 0, step)
+    sender = tracking_sender.Sender(run, {})
+    for step in range(tracking_sender.PENDING + 2):
+        sender.add_metric(tracking_sender.Value("loss", 1.0, 0, step))
     assert len(warnings_of(caplog)) == 1
+
+
+def resumed(
+    tmp_path: Path, before: tracking.DriverRun, steps: int = 3, **train: object
+) -> tracking.DriverRun:
+    """A call that goes on in the folder of ``before``, to its end."""
+    cfg = sample.config(train=train)
+    plan = sample.run_plan(tmp_path / "first", config=cfg, total_steps=steps, began=time.time())
+    with tracking.driver_run(plan, before.plan()) as run:
+        run.log_start(run.attach(plan))
+        run.log_event(sample.event(step=steps, loss=1.0))
+        run.log_result(sample.result(tmp_path / "first"))
+    return run
+
+
+def interrupted(tmp_path: Path) -> tracking.DriverRun:
+    """A run that failed at its second step."""
+    plan = sample.run_plan(tmp_path / "first")
+    opened: list[tracking.DriverRun] = []
+
+    def fail() -> None:
+        with tracking.driver_run(plan) as run:
+            opened.append(run)
+            run.log_start(run.attach(plan))
+            run.log_event(sample.event(step=1, loss=3.0))
+            run.log_event(sample.event(step=2, loss=2.0))
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        fail()
+    return opened[0]
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "http"])
+def test_a_run_that_goes_on_is_the_same_mlflow_run(
+    kind: str,
+    store: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if kind == "http":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+    before = interrupted(tmp_path)
+    assert stored(before).info.status == "FAILED"
+    if kind == "http":  # there rank 0 logs the events
+        ranks = tracking.RankTracker(before.plan())
+        for step in (1, 2):
+            ranks.log(sample.event(step=step, loss=4.0 - step))
+        assert ranks.close()
+    after = resumed(tmp_path, before, learning_rate=0.5)
+    assert after.plan() == before.plan()
+    found = stored(after)
+    assert found.info.status == "FINISHED"
+    assert "dbx_llmtrain.error" not in found.data.tags
+    assert history(after, "loss")[:2] == [(1, 3.0), (2, 2.0)]
+    assert found.data.metrics["train_loss"] == 2.5
+    assert found.data.params["train.learning_rate"] == "2e-05", "as it began"
+    assert found.data.tags["changed.train.learning_rate"] == "0.5"
+    changed = [name for name in found.data.tags if name.startswith("changed.")]
+    assert changed == ["changed.train.learning_rate"]
+    assert "learning_rate: 0.5" in artifact_text(after, "config.yaml", tmp_path)
+    assert len(found.inputs.dataset_inputs) == 2
+    assert not warnings_of(caplog)
+
+
+def lay_events(folder: Path, events: list[Event]) -> None:
+    """The log of a run's events in its folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [event.model_dump_json() + "\n" for event in events]
+    (folder / "events.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def killed_run(tmp_path: Path, logged: list[Event]) -> tracking.DriverRun:
+    """A run whose driver logged some events and was killed: nothing has ended it."""
+    run = tracking.open_run(sample.config(), "first", tmp_path)
+    assert run is not None
+    run.log_start(run.attach(sample.run_plan(tmp_path / "first")))
+    for event in logged:
+        run.log_event(event)
+    return run
+
+
+def go_on(
+    tmp_path: Path, before: tracking.DriverRun, after: int, events: list[Event]
+) -> tracking.DriverRun:
+    """The next call, which goes on after a step, up to where it is killed as well."""
+    run = tracking.open_run(sample.config(), "first", tmp_path, earlier=before.plan())
+    assert run is not None
+    folder = tmp_path / "first"
+    checkpoint = str(folder / "checkpoints" / f"step-{after:08d}")
+    run.log_start(run.attach(sample.run_plan(folder, resume_from=checkpoint)))
+    for event in events:
+        run.log_event(event)
+    return run
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "http"])
+def test_what_a_killed_attempt_could_not_log_is_made_up_for(
+    kind: str,
+    store: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if kind == "http":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+    told = [sample.event(step=step, loss=4.0 - step / 10) for step in range(1, 8)]
+    told.insert(4, sample.event("eval", step=4, eval_loss=2.5))
+    before = killed_run(tmp_path, told[:2])
+    if kind == "http":  # there rank 0 logs the events
+        ranks = tracking.RankTracker(before.plan())
+        for event in told[:2]:
+            ranks.log(event)
+        assert ranks.close()
+    lay_events(tmp_path / "first", told)
+    expected = [(step, 4.0 - step / 10) for step in range(1, 7)]
+    for _ in range(2):  # once or more often, it is the same
+        after = go_on(tmp_path, before, 6, [])
+        assert history(after, "loss") == expected, "step 7 is trained again"
+        assert history(after, "eval_loss") == [(4, 2.5)]
+    times = {it.step: it.timestamp for it in client(after).get_metric_history(
+        after.plan().run_id, "loss")}  # fmt: skip
+    assert times[5] == int(told[5].time * 1000), "when it was, not when it was made up for"
+    assert not warnings_of(caplog)
+
+
+def test_of_a_step_that_several_attempts_did_the_one_that_stands_is_logged(
+    store: Path, tmp_path: Path
+) -> None:
+    lost = [sample.event(step=step, loss=9.0) for step in (1, 2, 3)]
+    stands = [sample.event(step=step, loss=1.0) for step in (2, 3, 4)]
+    before = killed_run(tmp_path, lost[:1])
+    lay_events(tmp_path / "first", [*lost, *stands])
+    assert history(go_on(tmp_path, before, 4, []), "loss") == [(1, 9.0), (2, 1.0), (3, 1.0),
+                                                               (4, 1.0)]  # fmt: skip
+
+
+def test_a_long_gap_is_filled_in_pieces(store: Path, tmp_path: Path) -> None:
+    count = 2 * tracking_sender.ENTITIES + 7
+    told = [sample.event(step=step, loss=1.0) for step in range(1, count + 1)]
+    before = killed_run(tmp_path, told[:3])
+    lay_events(tmp_path / "first", told)
+    found = history(go_on(tmp_path, before, count, []), "loss")
+    assert [step for step, _ in found] == list(range(1, count + 1))
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_steps_that_are_done_again_are_logged_once(
+    by_rank: bool,
+    store: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if by_rank:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+    first = [sample.event(step=step, loss=float(step), tokens_per_second=7.0) for step in (1, 2, 3)]
+    first.append(sample.event("eval", step=3, eval_loss=3.0))
+    first.append(sample.event(step=4, loss=4.0, tokens_per_second=7.0))
+    again = [sample.event("started", step=2), *first[2:], sample.event(step=5, loss=5.0)]
+    before = killed_run(tmp_path, first)
+    after = go_on(tmp_path, before, 2, again)
+    if by_rank:
+        for events in (first, again):
+            ranks = tracking.RankTracker(before.plan())
+            for event in events:
+                ranks.log(event)
+            assert ranks.close()
+    assert history(after, "loss") == [(step, float(step)) for step in (1, 2, 3, 4, 5)]
+    assert history(after, "eval_loss") == [(3, 3.0)]
+
+
+def test_an_evaluation_of_other_rows_is_logged_though_its_step_has_one(
+    store: Path, tmp_path: Path
+) -> None:
+    first = [sample.event("eval", 2, eval_loss=3.0), sample.event(step=3, loss=1.0)]
+    before = killed_run(tmp_path, first)
+    later = sample.event("eval", 2, eval_loss=1.0).model_copy(update={"time": 1.9e9})
+    again = [sample.event("started", 0), later]
+    after = go_on(tmp_path, before, 0, again)
+    after.finish("KILLED")
+    assert {value for _, value in history(after, "eval_loss")} == {3.0, 1.0}
+    assert stored(after).data.metrics["eval_loss"] == 1.0, "the later one counts"
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_every_metric_has_one_value_at_the_last_step(
+    by_rank: bool,
+    store: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if by_rank:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", request.getfixturevalue("server"))
+    result = sample.result(tmp_path / "first")
+    whole = dict(result.metrics)
+    assert {"eval_loss", "tokens_per_second"} <= whole.keys()
+    events = [
+        sample.event(step=2, loss=2.0, tokens_per_second=1.0),
+        sample.event(step=3, loss=1.0, tokens_per_second=2.0, skipped_steps=0.0),
+        sample.event("eval", step=3, eval_loss=9.0),  # some rows, by which early stopping ends it
+        sample.event("eval", step=3, eval_loss=whole["eval_loss"]),
+        sample.event("finished", step=3, **whole),
+    ]
+    plan = sample.run_plan(tmp_path / "first")
+    with tracking.driver_run(plan) as run:
+        run.log_start(run.attach(plan))
+        ranks = tracking.RankTracker(run.plan())
+        for event in events:
+            run.log_event(event)
+            ranks.log(event)
+        assert ranks.close()
+        run.log_result(result)
+    assert history(run, "tokens_per_second") == [(2, 1.0), (3, whole["tokens_per_second"])]
+    for name, value in whole.items():
+        assert history(run, name)[-1] == (3, value), name
+        assert [step for step, _ in history(run, name)].count(3) == 1, name
+
+
+def test_a_result_replaces_what_waits_where_the_last_word_of_a_rank_was_lost(
+    store: Path, tmp_path: Path
+) -> None:
+    result = sample.result(tmp_path / "first")
+    with tracking.driver_run(sample.run_plan(tmp_path / "first")) as run:
+        run.log_event(sample.event(step=3, loss=1.0, tokens_per_second=2.0))
+        run.log_result(result)
+    assert history(run, "tokens_per_second") == [(3, result.metrics["tokens_per_second"])]
+
+
+def test_a_gap_stays_for_the_next_call_while_the_store_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    sender = tracking_sender.Sender(tracking_store.Run(f"http://127.0.0.1:{free_port()}", "r"), {})
+    sender.fill([sample.event(step=1, loss=1.0)], 1)
+    assert sender.empty()
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_parameter_that_was_not_there_is_added(store: Path, tmp_path: Path) -> None:
+    before = interrupted(tmp_path)
+    after = resumed(tmp_path, before, steps=5, early_stopping=2, eval_every=1)
+    data = stored(after).data
+    assert data.params["train.early_stopping"] == "2"
+    assert data.tags["changed.plan.total_steps"] == "5"
+
+
+def test_it_runs_again_under_a_parent_of_now(store: Path, tmp_path: Path) -> None:
+    import mlflow
+
+    before = interrupted(tmp_path)
+    mlflow.set_tracking_uri(before.plan().uri)
+    plan = sample.run_plan(tmp_path / "first")
+    with (
+        mlflow.start_run(experiment_id=before.plan().experiment_id) as parent,
+        tracking.driver_run(plan, before.plan()) as run,
+    ):
+        assert stored(run).info.status == "RUNNING"
+        assert stored(run).data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert run.plan().run_id == before.plan().run_id
+
+
+def test_a_run_that_was_deleted_begins_anew_with_a_warning(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = interrupted(tmp_path)
+    client(before).delete_run(before.plan().run_id)
+    after = resumed(tmp_path, before)
+    assert after.plan().run_id != before.plan().run_id
+    assert stored(after).info.status == "FINISHED"
+    gone = before.plan().model_copy(update={"run_id": "0" * 32})
+    with tracking.driver_run(sample.run_plan(tmp_path / "first"), gone) as run:
+        assert run.plan().run_id != gone.run_id
+    told = warnings_of(caplog)
+    assert told == [
+        f"MLflow: run {before.plan().run_id} of this folder has been deleted: a new one begins",
+        f"MLflow: run {'0' * 32} of this folder does not exist any more: a new one begins",
+    ]
+
+
+def test_a_run_in_another_store_begins_anew_with_a_warning(
+    server: str,
+    store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = interrupted(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    after = resumed(tmp_path, before)
+    assert after.plan().uri == server
+    (told,) = warnings_of(caplog)
+    assert told.endswith(f"is in another store ({before.plan().uri}): a new one begins")
+    assert stored(before).info.status == "FAILED", "it is left as it was"
+
+
+def test_a_store_that_is_down_when_a_run_goes_on_costs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    earlier = TrackingPlan(uri=uri, experiment_id="1", run_id="r", by_rank=True)
+    tracking.end_dead(earlier, tmp_path, "gone")
+    with tracking.driver_run(sample.run_plan(tmp_path / "first"), earlier) as run:
+        assert run.plan() is None
+    assert len(warnings_of(caplog)) == 2
+    assert "ending the run of a driver that is gone failed" in caplog.text
+
+
+def test_a_dead_drivers_run_is_failed_and_goes_on(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = tracking.open_run(sample.config(), "first", tmp_path)
+    tracking.end_dead(dead.plan(), tmp_path, "the driver is gone")
+    found = stored(dead)
+    assert found.info.status == "FAILED"
+    assert found.data.tags["dbx_llmtrain.error"] == "the driver is gone"
+    tracking.end_dead(dead.plan(), tmp_path, "once more")
+    assert stored(dead).data.tags["dbx_llmtrain.error"] == "the driver is gone", "it has ended"
+    after = resumed(tmp_path, dead)
+    assert after.plan().run_id == dead.plan().run_id
+    assert stored(after).info.status == "FINISHED"
+    elsewhere = dead.plan().model_copy(update={"uri": "http://127.0.0.1:9"})
+    tracking.end_dead(elsewhere, tmp_path, "not here")
+    assert not warnings_of(caplog)
+
+
+def test_a_run_that_another_call_has_now_is_left_alone(store: Path, tmp_path: Path) -> None:
+    plan = sample.run_plan(tmp_path / "first")
+    with (
+        pytest.raises(KeyError),
+        tracking.driver_run(plan, others=(KeyError,)) as run,
+    ):
+        raise KeyError("taken over")
+    assert stored(run).info.status == "RUNNING"
+
+
+def test_a_rehearsal_is_tagged(store: Path, tmp_path: Path) -> None:
+    with tracking.driver_run(sample.run_plan(tmp_path / "first-trial", trial=True)) as run:
+        pass
+    assert stored(run).data.tags["dbx_llmtrain.trial"] == "true"
 
 
 def test_without_sqlalchemy_there_is_a_warning_and_no_tracking(tmp_path: Path) -> None:
@@ -506,7 +854,7 @@ def test_no_warning_has_a_password(
     caplog.set_level(logging.DEBUG)
     assert tracking.open_run(sample.config(), "first", tmp_path) is None
     for _ in range(2):
-        with tracking_store.Guard("trying", set()):
+        with tracking_guard.Guard("trying", set()):
             raise OSError(f"no answer from {uri}: another-pw")
     assert "opening the run failed" in caplog.text
     assert caplog.text.count("trying failed") == 2
