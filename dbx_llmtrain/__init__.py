@@ -6,7 +6,8 @@
 
     cfg = llm.TrainConfig.from_yaml("config.yaml")
     llm.probe()               # every node: GPUs, disk, memory, versions
-    llm.plan(cfg)             # what will run and why
+    llm.plan(cfg)             # what will run and why, what fits, how long it takes
+    llm.plan(cfg, cluster="2x8xH100-80GB")    # the same before there is a cluster
     llm.preview(cfg)          # rows as the model sees them, and what is trained of them
     llm.prepare(cfg)          # tokenise and pack the data; train() finds the result
     result = llm.train(cfg)
@@ -21,7 +22,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbx_llmtrain.api import plan, prepare, preview, probe, train
+    from dbx_llmtrain.api import (
+        evaluate,
+        export,
+        generate,
+        load,
+        plan,
+        prepare,
+        preview,
+        probe,
+        register,
+        train,
+    )
     from dbx_llmtrain.config import TrainConfig
     from dbx_llmtrain.errors import (
         CheckpointError,
@@ -29,10 +41,13 @@ if TYPE_CHECKING:
         ConfigError,
         DataError,
         LlmTrainError,
+        RegistryError,
         StagingError,
         SubmitError,
         TrainingFailed,
     )
+    from dbx_llmtrain.forecasts import Forecast
+    from dbx_llmtrain.outcomes import Evaluation, Exported, Generations, RegisteredModel
     from dbx_llmtrain.previewing import Preview
     from dbx_llmtrain.records import Audit, ClusterReport, PreparedData, RunPlan, TrainResult
 
@@ -45,9 +60,15 @@ __all__ = [
     "ClusterReport",
     "ConfigError",
     "DataError",
+    "Evaluation",
+    "Exported",
+    "Forecast",
+    "Generations",
     "LlmTrainError",
     "PreparedData",
     "Preview",
+    "RegisteredModel",
+    "RegistryError",
     "RunPlan",
     "StagingError",
     "SubmitError",
@@ -55,15 +76,31 @@ __all__ = [
     "TrainResult",
     "TrainingFailed",
     "__version__",
+    "evaluate",
+    "export",
+    "generate",
+    "load",
     "plan",
     "prepare",
     "preview",
     "probe",
+    "register",
     "train",
 ]
 
 _HOMES = {
-    "api": ("plan", "prepare", "preview", "probe", "train"),
+    "api": (
+        "evaluate",
+        "export",
+        "generate",
+        "load",
+        "plan",
+        "prepare",
+        "preview",
+        "probe",
+        "register",
+        "train",
+    ),
     "config": ("TrainConfig",),
     "errors": (
         "CheckpointError",
@@ -71,10 +108,13 @@ _HOMES = {
         "ConfigError",
         "DataError",
         "LlmTrainError",
+        "RegistryError",
         "StagingError",
         "SubmitError",
         "TrainingFailed",
     ),
+    "forecasts": ("Forecast",),
+    "outcomes": ("Evaluation", "Exported", "Generations", "RegisteredModel"),
     "previewing": ("Preview",),
     "records": ("Audit", "ClusterReport", "PreparedData", "RunPlan", "TrainResult"),
 }

@@ -15,17 +15,16 @@ from pydantic import Field, ValidationError
 
 from dbx_llmtrain import config_checks, yaml_text
 from dbx_llmtrain import overrides as overrides_
+from dbx_llmtrain.config_checks import MAPPINGS
 from dbx_llmtrain.errors import ConfigError, Problem
+from dbx_llmtrain.model_sections import ModelConfig, OptimConfig, ParallelConfig
 from dbx_llmtrain.secret_text import hide
+from dbx_llmtrain.section_types import Section
 from dbx_llmtrain.sections import (
     SECTIONS,
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    Section,
     TrackingConfig,
 )
 
@@ -50,7 +49,7 @@ class TrainConfig(Section):
             raise _not_sections(positional[0])
         sections, secrets = config_checks.without_secrets(sections)
         checked, problems = _check_sections(sections)
-        problems += config_checks.combinations(checked)
+        problems += config_checks.not_told(config_checks.combinations(checked), problems)
         if problems or secrets:
             raise ConfigError([*secrets, *config_checks.not_told(problems, secrets)])
         super().__init__(**checked)
@@ -152,9 +151,7 @@ def _check_sections(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Pro
     ]
     checked: dict[str, Any] = {}
     for name, cls in SECTIONS.items():
-        if name not in values and name == "model":
-            problems.append(Problem("model.source", "missing: it has no default"))
-        elif name in values:
+        if name in values:
             section, found = _check_section(name, cls, values[name])
             problems += found
             if section is not None:
@@ -181,7 +178,8 @@ def _check_section(
     for key in list(known):
         path = f"{name}.{key}"
         later = config_checks.not_yet(path, known[key])
-        theirs = [] if key in config_checks.MAPPINGS else config_checks.inner_keys(path, known[key])
+        keys_of = config_checks.renamed_keys if key in MAPPINGS else config_checks.inner_keys
+        theirs = keys_of(path, known[key])
         if later or theirs:
             problems += [later] if later else theirs
             del known[key]

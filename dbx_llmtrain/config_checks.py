@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from dbx_llmtrain import option_names
+from dbx_llmtrain import model_checks, option_names, option_values
 from dbx_llmtrain.data_checks import data_problems
 from dbx_llmtrain.errors import Problem
 from dbx_llmtrain.secret_text import hidden, is_secret_name, secrets_in
@@ -20,58 +21,43 @@ _LAUNCHER_NAMES = frozenset(
 )
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "DBX_LLMTRAIN_")
 _RUN_NAME_BYTES = 200
+MODEL_NAME = re.compile(
+    r"[^\s@/:.]([^@/:.]*[^\s@/:.])?(\.[^\s@/:.]([^@/:.]*[^\s@/:.])?){0,2}"
+    r"(@(?![vV]\d+$)(?!(?i:latest)$)[\w-]+)?"
+)
 _TAKEN_NAMES = ("mlflow.db", "mlartifacts")
 
 # Fields and values of the contract that a later version builds. They are refused by name, so that
 # nobody's setting is ignored. Key: dotted path, or path=value for one value of a live field.
 _LATER: dict[str, str] = {
-    "model.init": "models are loaded with their weights",
-    "model.config": "the model's own configuration is used",
-    "model.tokenizer": "the model's own tokenizer is used",
-    "model.new_tokens": "the vocabulary stays as it is",
-    "model.gradient_checkpointing": "activations are kept; lower train.micro_batch_size",
-    "model.compile": "the model runs uncompiled",
-    "model.lora": "all weights are trained",
-    "model.load_in_4bit": "weights are kept in full precision",
-    "parallel.cpu_offload": "parameters stay on the device",
-    "parallel.stage": "use parallel.kind: fsdp, which shards like stage 3",
-    "parallel.offload_optimizer": "optimizer state stays on the device",
-    "parallel.offload_params": "parameters stay on the device",
-    "parallel.nvme_dir": "nothing is offloaded",
-    "parallel.config": "use parallel.kind: fsdp",
-    "parallel.kind=deepspeed": "use fsdp, which shards like ZeRO-3",
-    "parallel.shard=grad_op": "use full",
-    "parallel.shard=hybrid": "use full",
-    "train.max_time": "use train.max_steps",
-    "train.decay_steps": "the rate falls until the last step",
-    "train.schedule=wsd": "use cosine, linear or constant",
-    "train.precision=fp16": "use bf16, or fp32 on a GPU without it",
-    "train.eval_max_rows": "the whole held-out set is evaluated",
-    "train.eval_micro_batch_size": "evaluation uses train.micro_batch_size",
-    "train.early_stopping": "use train.max_steps",
-    "train.sample_prompts": "generate from the exported folder",
     "train.profile": "run a profiler on the rank by hand",
-    "checkpoint.every_minutes": "use checkpoint.every",
-    "checkpoint.every=epoch": "use a number of steps",
-    "checkpoint.keep_last": "every checkpoint is kept",
-    "checkpoint.keep_best": "every checkpoint is kept",
-    "checkpoint.metric": "every checkpoint is kept",
-    "checkpoint.metric_mode": "every checkpoint is kept",
-    "tracking.log_model": "log the exported folder by hand",
-    "tracking.register_as": "register the exported folder by hand",
     "tracking.system_metrics": "use the cluster's own metrics",
     "cluster.debug": "look into the run folder's logs",
     "cluster.max_restarts": "run again with the same tracking.run_name to go on",
     "cluster.stall_timeout": "collectives time out after 10 minutes",
 }
-MAPPINGS = ("env", "tags", "columns")
+MAPPINGS = ("env", "tags", "columns", "config", "lora")
 """Fields whose keys are the user's own."""
 _TYPE_NAMES = ("text", "source", "list", "share", "named", "str", "int", "float", "bool")
 _PATTERNS = {
     "formatter": "module:function, such as my_rows:to_chat",
     "eval": "names of letters, digits, dots, dashes and underscores",
 }
+_WHOLE = {
+    "parallel.config": "a mapping or the path of a JSON file",
+    "train.betas": "two numbers in [0, 1)",
+    "train.max_time": "days, hours, minutes and seconds in quotes ('00:10:30:00': ten and a half "
+    "hours)",
+    "train.early_stopping": "a number of evaluations, or a mapping of patience and min_delta",
+    "train.sample_prompts": "a list of prompts, each a text or a list of messages (role, content)",
+    "checkpoint.metric": "the name of a metric, such as eval_loss",
+    "checkpoint.resume": "auto, never, or the path of a checkpoint",
+}
+_OWN_DEEPSPEED = ("parallel", "config")
+"""Not checked by its keys here: those are DeepSpeed's."""
 _LATER_SCHEMES = ("models:/",)
+_DEEPSPEED_OPTIMIZER = frozenset(("type", "params"))
+"""Keys of DeepSpeed's ``optimizer``, by which it is told from ours."""
 
 
 def without_secrets(sections: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -126,6 +112,8 @@ def inner_keys(path: str, value: Any) -> list[Problem]:
     """The faults of the keys within another trainer's mapping; none where no key of it is known."""
     if not isinstance(value, Mapping) or not option_names.has_inner(path):
         return []
+    if path == "train.optimizer" and not _DEEPSPEED_OPTIMIZER & set(value):
+        return []
     problems, known = [], False
     for key, item in value.items():
         below = f"{path}.{key}"
@@ -134,6 +122,19 @@ def inner_keys(path: str, value: Any) -> list[Problem]:
         known = known or bool(inner or hint)
         problems += inner or [Problem(below, f"unknown key{hint and f': {hint}'}")]
     return problems if known else []
+
+
+def renamed_keys(path: str, value: Any) -> list[Problem]:
+    """Keys of a mapping that is the user's own, but that have another name there: PEFT's names of
+    our fields of ``model.lora``."""
+    if path != "model.lora" or not isinstance(value, Mapping):
+        return []
+    found = []
+    for key in value:
+        options = [o for o in option_names.find(str(key)) if o.source == option_names.PEFT]
+        if options and options[0].ours not in (path, f"{path}.{key}"):
+            found.append(Problem(f"{path}.{key}", f"unknown key: {_explain(options)}"))
+    return found
 
 
 def _explain(options: Sequence[option_names.ForeignOption]) -> str:
@@ -176,7 +177,8 @@ def from_pydantic(section: str, error: ValidationError) -> list[Problem]:
     grouped: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         keys = [str(key) for key in item["loc"]]
-        depth = 2 if keys and keys[0] in MAPPINGS else 1
+        own_keys = keys and keys[0] in MAPPINGS and (section, *keys[:1]) != _OWN_DEEPSPEED
+        depth = 2 if own_keys else 1
         grouped.setdefault(".".join([section, *keys[:depth]]), []).append(item)
     problems = []
     for path, items in grouped.items():
@@ -187,9 +189,21 @@ def from_pydantic(section: str, error: ValidationError) -> list[Problem]:
         if unknown:
             problems.append(Problem(path, unknown))
             continue
+        items = [item for item in items if not _is_name_for_mapping(item)] or items
         expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
-        problems.append(Problem(path, f"expected {expected}, found {_found(path, items[0])}"))
+        expected = _WHOLE.get(path, expected) if len(items[0]["loc"]) < 3 else expected
+        found = f"{_found(path, items[0])}{_meant(path, items)}"
+        problems.append(Problem(path, f"expected {expected}, found {found}"))
     return problems
+
+
+def _meant(path: str, items: Iterable[Any]) -> str:
+    """A question after one of the names that pydantic expected."""
+    for item in items:
+        if item["type"] == "literal_error":
+            choices = re.findall("'([^']*)'", item["ctx"]["expected"])
+            return option_values.hint(path, item["input"], choices)
+    return ""
 
 
 def _expected(item: Any) -> str:
@@ -211,9 +225,14 @@ def _expected(item: Any) -> str:
     if item["type"] == "string_type":
         scalar = isinstance(item["input"], int | float | datetime.date)
         message = "text (in quotes)" if scalar else "text"
-    elif item["type"] == "model_type":
-        message = "a mapping of fields"
+    elif item["type"] in ("model_type", "dict_type"):
+        message = "a mapping of fields" if item["type"] == "model_type" else "a mapping"
     return (message[0].lower() + message[1:] if message else "another value") + where
+
+
+def _is_name_for_mapping(item: Any) -> bool:
+    """Whether pydantic expected a text, such as one of several names, where a mapping was given."""
+    return item["type"] in ("literal_error", "string_type") and isinstance(item["input"], Mapping)
 
 
 def _is_field(key: str) -> bool:
@@ -231,8 +250,8 @@ def _found(path: str, item: Any) -> str:
 def combinations(sections: Mapping[str, Any]) -> list[Problem]:
     """Faults between fields, of the sections that are valid by themselves."""
     checks = {
-        "model": _model,
-        "train": _train,
+        "model": model_checks.model_problems,
+        "train": model_checks.train_problems,
         "data": data_problems,
         "cluster": _cluster,
         "checkpoint": _checkpoint,
@@ -243,45 +262,7 @@ def combinations(sections: Mapping[str, Any]) -> list[Problem]:
         for name, check in checks.items()
         if name in sections
         for problem in check(sections[name])
-    ] + _parallel(sections)
-
-
-def _model(model: Any) -> list[Problem]:
-    if model.source.strip():
-        return []
-    return [Problem("model.source", "is empty: expected a hub id, a folder or a .gguf file")]
-
-
-def _train(train: Any) -> list[Problem]:
-    problems = []
-    if train.epochs is not None and train.max_steps is not None:
-        problems.append(
-            Problem(
-                "train.max_steps",
-                f"{train.max_steps} steps and train.epochs={train.epochs:g} contradict each other: "
-                "give one of them (train.epochs=null takes the epochs back)",
-            )
-        )
-    if train.warmup >= 1 and train.warmup != int(train.warmup):
-        problems.append(
-            Problem(
-                "train.warmup",
-                f"expected whole steps, or a share below 1, found {train.warmup}",
-            )
-        )
-    if train.min_learning_rate > train.learning_rate:
-        problems.append(
-            Problem(
-                "train.min_learning_rate",
-                f"expected at most train.learning_rate ({train.learning_rate}), found "
-                f"{train.min_learning_rate}",
-            )
-        )
-    if not all(0 <= beta < 1 for beta in train.betas):
-        problems.append(
-            Problem("train.betas", f"expected two numbers in [0, 1), found {list(train.betas)}")
-        )
-    return problems
+    ] + [*model_checks.parallel_problems(sections), *_between_sections(sections)]
 
 
 def _cluster(cluster: Any) -> list[Problem]:
@@ -309,9 +290,10 @@ def _cluster(cluster: Any) -> list[Problem]:
 
 def _tracking(tracking: Any) -> list[Problem]:
     """The run's name is also the name of its folder."""
+    problems = _register_as(tracking)
     name = tracking.run_name
     if name is None:
-        return []
+        return problems
     wrong = (
         "is empty" if not name.strip()
         else "starts or ends with a space" if name != name.strip()
@@ -322,36 +304,77 @@ def _tracking(tracking: Any) -> list[Problem]:
         else "is the name of the tracking store" if name in _TAKEN_NAMES
         else ""
     )  # fmt: skip
-    return (
-        [Problem("tracking.run_name", f"expected the name of a folder, {name[:60]!r} {wrong}")]
-        if wrong
-        else []
-    )
+    if wrong:
+        message = f"expected the name of a folder, {name[:60]!r} {wrong}"
+        problems.append(Problem("tracking.run_name", message))
+    return problems
+
+
+def _register_as(tracking: Any) -> list[Problem]:
+    """The name of a registered model."""
+    told = tracking.register_as
+    if told is None:
+        return []
+    path = "tracking.register_as"
+    if tracking.log_model == "none":
+        return [
+            Problem(path, "a model that is not logged cannot be registered: set log_model=final")
+        ]
+    if MODEL_NAME.fullmatch(told):
+        return []
+    return [
+        Problem(
+            path,
+            "expected catalog.schema.model or a name, followed by @alias if wanted (an alias of "
+            f"letters, digits, _ and -, not a version such as v1, nor latest), found {told[:80]!r}",
+        )
+    ]
 
 
 def _checkpoint(checkpoint: Any) -> list[Problem]:
-    path = checkpoint.dir
-    if path and "://" in path:
-        return [
+    problems = []
+    if checkpoint.dir and "://" in checkpoint.dir:
+        problems.append(
             Problem(
                 "checkpoint.dir",
                 f"expected a path that every node can open, such as /Volumes/catalog/schema/"
-                f"volume/runs, found {path!r}",
+                f"volume/runs, found {checkpoint.dir!r}",
             )
-        ]
-    return []
+        )
+    if not checkpoint.resume.strip():
+        problems.append(
+            Problem("checkpoint.resume", "is empty: expected auto, never or a path of a checkpoint")
+        )
+    return problems
 
 
-def _parallel(sections: Mapping[str, Any]) -> list[Problem]:
-    parallel, cluster = sections.get("parallel"), sections.get("cluster")
-    if parallel is None or cluster is None:
-        return []
-    if parallel.kind == "single" and cluster.processes not in ("auto", 1):
-        return [
-            Problem(
-                "parallel.kind",
-                f"single runs one process, but cluster.processes is {cluster.processes}: use ddp "
-                "or fsdp, or cluster.processes=1",
-            )
-        ]
+def _between_sections(sections: Mapping[str, Any]) -> list[Problem]:
+    """Faults of what is evaluated, kept and logged, which several sections say together."""
+    train, checkpoint = sections.get("train"), sections.get("checkpoint")
+    tracking, data = sections.get("tracking"), sections.get("data")
+    problems = []
+    if train is not None and train.eval_every is None:
+        why = {
+            "train.early_stopping": train.early_stopping is not None,
+            "checkpoint.keep_best": checkpoint is not None and checkpoint.keep_best > 0,
+        }
+        if asking := [path for path, is_set in why.items() if is_set]:
+            message = f"missing: {' and '.join(asking)} can only do something between the steps"
+            problems.append(Problem("train.eval_every", message))
+    if train is not None and train.sample_prompts and data is not None and data.objective == "mlm":
+        message = "a model of data.objective: mlm writes no answers: remove it"
+        problems.append(Problem("train.sample_prompts", message))
+    if tracking is not None and checkpoint is not None:
+        problems += _logged_model(tracking, checkpoint)
+    return problems
+
+
+def _logged_model(tracking: Any, checkpoint: Any) -> list[Problem]:
+    path = "tracking.log_model"
+    if tracking.log_model == "best" and not checkpoint.keep_best:
+        return [Problem(path, "best needs checkpoint.keep_best, which says how many are kept")]
+    logged = tracking.log_model in ("final", "best") or tracking.register_as is not None
+    if logged and not checkpoint.export:
+        given = path if tracking.log_model else "tracking.register_as"
+        return [Problem(given, "what is logged is the export: set checkpoint.export=true")]
     return []

@@ -1,4 +1,4 @@
-"""What a cluster, a plan and a result look like in a terminal and in a notebook. Pure.
+"""What a cluster, data and a result look like in a terminal and in a notebook. Pure.
 
 A page is a title with parts: sentences, and tables whose last column may be long. The same page
 becomes ASCII text or escaped HTML.
@@ -18,14 +18,16 @@ from dbx_llmtrain.records import (
     GpuInfo,
     NodeReport,
     PreparedData,
-    RunPlan,
     TrainResult,
 )
 
 _WIDTH = 100
 _BAR = 40
-_NAMED_BY_TIME = " (without tracking.run_name every call names it by its time)"
-_FIRST_METRICS = ("initial_eval_loss", "eval_loss", "train_loss", "tokens_per_second")
+_FIRST_METRICS = (
+    *("initial_eval_loss", "eval_loss", "eval_perplexity", "best_eval_loss"),
+    *("best_eval_perplexity", "test_loss", "test_perplexity", "best_test_loss"),
+    *("best_test_perplexity", "train_loss", "tokens_per_second"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,42 +48,32 @@ class Page:
 
 def cluster_text(report: ClusterReport) -> str:
     """The cluster as ASCII text."""
-    return _text(_cluster(report))
+    return page_text(_cluster(report))
 
 
 def cluster_html(report: ClusterReport) -> str:
     """The cluster as HTML."""
-    return _html(_cluster(report))
-
-
-def plan_text(plan: RunPlan) -> str:
-    """The plan as ASCII text."""
-    return _text(_plan(plan))
-
-
-def plan_html(plan: RunPlan) -> str:
-    """The plan as HTML."""
-    return _html(_plan(plan))
+    return page_html(_cluster(report))
 
 
 def result_text(result: TrainResult) -> str:
     """The result as ASCII text."""
-    return _text(_result(result))
+    return page_text(_result(result))
 
 
 def result_html(result: TrainResult) -> str:
     """The result as HTML."""
-    return _html(_result(result))
+    return page_html(_result(result))
 
 
 def data_text(data: PreparedData) -> str:
     """A prepared data set as ASCII text."""
-    return _text(_data(data))
+    return page_text(_data(data))
 
 
 def data_html(data: PreparedData) -> str:
     """A prepared data set as HTML."""
-    return _html(_data(data))
+    return page_html(_data(data))
 
 
 def size(count: float) -> str:
@@ -106,12 +98,12 @@ def number(value: object) -> str:
 def _cluster(report: ClusterReport) -> Page:
     nodes = report.nodes or (report.driver,)
     gpus = sum(len(node.gpus) for node in nodes)
-    slots = f"{_many(report.slots, 'task')} at once"
+    slots = f"{many(report.slots, 'task')} at once"
     if report.task_gpus is not None:
         slots += f", {report.task_gpus} GPU each"
     place = "no executors: ranks run on the driver's machine" if report.local else slots
     summary = (
-        f"Spark {report.spark_version}, {_many(len(nodes), 'node')}, {_many(gpus, 'GPU')}, {place}"
+        f"Spark {report.spark_version}, {many(len(nodes), 'node')}, {many(gpus, 'GPU')}, {place}"
     )
     # On one machine the driver's node is also a worker.
     listed = list({node.node: node for node in (report.driver, *report.nodes)}.values())
@@ -122,7 +114,9 @@ def _cluster(report: ClusterReport) -> Page:
     ]
     gpu_rows = tuple(_gpu_row(node, gpu) for node in listed for gpu in node.gpus)
     if gpu_rows:
-        parts.append(Table(("node", "GPU", "name", "memory used", "driver", "uuid"), gpu_rows))
+        parts.append(
+            Table(("node", "GPU", "name", "compute", "memory used", "driver", "uuid"), gpu_rows)
+        )
     parts += _packages(listed)
     parts += [f"{node.node}: {node.problem}" for node in listed if node.problem]
     if report.missing:
@@ -145,7 +139,8 @@ def _node_row(node: NodeReport, is_driver: bool) -> tuple[str, ...]:
 
 def _gpu_row(node: NodeReport, gpu: GpuInfo) -> tuple[str, ...]:
     memory = f"{size(gpu.memory_used)} of {size(gpu.memory_total)}"
-    return (node.node, str(gpu.index), gpu.name, memory, gpu.driver, gpu.uuid)
+    compute = gpu.capability or "not told"
+    return (node.node, str(gpu.index), gpu.name, compute, memory, gpu.driver, gpu.uuid)
 
 
 def _packages(nodes: Sequence[NodeReport]) -> list[str | Table]:
@@ -167,57 +162,6 @@ def _packages(nodes: Sequence[NodeReport]) -> list[str | Table]:
     return parts
 
 
-def _plan(plan: RunPlan) -> Page:
-    model, data = plan.model, plan.data
-    size_of_model = number(model.parameters) if model.parameters else "unknown"
-    steps = (
-        f"{number(plan.total_steps)}, of them {number(plan.warmup_steps)} warm-up; "
-        f"{number(plan.steps_per_epoch)} an epoch"
-    )
-    device = "GPU" if plan.use_gpu else "CPU"
-    place = "the driver's machine" if plan.local_mode else "Spark executors"
-    facts: list[tuple[str, ...]] = [
-        ("model", f"{model.source} ({model.model_type}, {size_of_model} parameters)"),
-        ("data", f"{number(plan.examples)} examples of {_sources(data.sources)}, {data.format}"),
-        ("ranks", f"{plan.world_size} on {place}, {device}, {plan.strategy}, {plan.precision}"),
-        ("step", _step(plan)),
-        ("steps", steps),
-        ("run folder", plan.run_dir + ("" if plan.config.tracking.run_name else _NAMED_BY_TIME)),
-    ]
-    if plan.resume_from:
-        facts.append(("resumes from", plan.resume_from))
-    decisions = tuple((item.name, number(item.value), item.reason) for item in plan.decisions)
-    parts: list[str | Table] = [Table((), tuple(facts))]
-    if decisions:
-        parts.append(Table(("decided", "value", "because"), decisions))
-    parts += [Table((), _audit_rows(data.audit)), *_overlaps(data)]
-    return Page(f"Plan of {plan.run_name}", tuple(parts))
-
-
-def _step(plan: RunPlan) -> str:
-    """How the examples of a step are shared out: a product only where it is one."""
-    total, ranks, micro = plan.global_batch_size, plan.world_size, plan.micro_batch_size
-    examples = _many(total, "example")
-    if total == ranks * micro * plan.accumulation:
-        batches = _many(plan.accumulation, "micro-batch")
-        text = f"{examples} = {_many(ranks, 'rank')} x {batches} of {number(micro)}"
-    else:
-        share = math.ceil(total / ranks)
-        shared = "up to " if total > ranks and total % ranks else ""
-        busy = _many(min(ranks, total), "rank")
-        text = f"{examples}: {shared}{number(share)} on each of {busy}"
-        if ranks == 1:
-            text = f"{examples}: all on 1 rank"
-        if plan.accumulation > 1:
-            batches = _many(plan.accumulation, "micro-batch")
-            text += f", in {shared}{batches} of at most {number(micro)}"
-        if ranks > total:
-            text += f"; {_many(ranks - total, 'rank')} without any"
-    if plan.examples < total:
-        text += f"; an epoch has only {number(plan.examples)}"
-    return text
-
-
 def _result(result: TrainResult) -> Page:
     names = [name for name in _FIRST_METRICS if name in result.metrics]
     names += sorted(set(result.metrics) - set(names))
@@ -226,14 +170,20 @@ def _result(result: TrainResult) -> Page:
         ("run folder", result.run_dir),
         ("checkpoint", result.checkpoint),
         ("model", result.model_path),
+        ("best checkpoint", result.best_checkpoint),
+        ("best model", result.best_model_path),
+        ("model in MLflow", result.model_uri),
+        ("registered", result.registered),
         ("MLflow run", result.run_id),
     ]
     files = tuple((name, value) for name, value in facts if value)
-    done = f"{_many(result.steps, 'step')} done"
+    done = f"{many(result.steps, 'step')} done"
+    if result.stop_reason:
+        done += f", ended before the last one: {result.stop_reason}"
     if result.restarts:
         done += f", restarted {len(result.restarts)} times: {'; '.join(result.restarts)}"
     title = f"Result of {result.run_name}"
-    audit = Table((), _audit_rows(result.audit))
+    audit = Table((), audit_rows(result.audit))
     remarks = _remarks(result.metrics)
     return Page(title, (done, *remarks, Table((), metrics), audit, Table((), files)))
 
@@ -269,8 +219,8 @@ def _data(data: PreparedData) -> Page:
     parts: list[str | Table] = [
         Table((), tuple(facts)),
         Table(("split", "documents", "examples", "tokens", "trained tokens"), splits),
-        Table((), _audit_rows(data.audit)),
-        *_overlaps(data),
+        Table((), audit_rows(data.audit)),
+        *overlaps(data),
     ]
     if data.audit.lengths:
         headers = ("tokens of a training document", "documents")
@@ -307,7 +257,8 @@ def row_counts(audit: Audit) -> list[tuple[str, str]]:
     return [*rows, ("rows truncated", number(audit.truncated_rows))]
 
 
-def _audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
+def audit_rows(audit: Audit) -> tuple[tuple[str, ...], ...]:
+    """Where every row and token went, as the rows of a table."""
     packs = f"{number(audit.packs)}, {audit.packing_efficiency:.0%} filled"
     rows = [
         *row_counts(audit),
@@ -324,8 +275,8 @@ def rows_read(audit: Audit) -> str:
     if not rows or read == rows:
         return number(read)
     if read % rows:
-        return f"{number(read)}: {_many(rows, 'row')}, by the weights of their sources"
-    return f"{number(read)}: {_many(rows, 'row')}, read {read // rows} times"
+        return f"{number(read)}: {many(rows, 'row')}, by the weights of their sources"
+    return f"{number(read)}: {many(rows, 'row')}, read {read // rows} times"
 
 
 def tokens_left_out(audit: Audit) -> str:
@@ -335,10 +286,10 @@ def tokens_left_out(audit: Audit) -> str:
     )
 
 
-def _overlaps(data: PreparedData) -> list[str]:
+def overlaps(data: PreparedData) -> list[str]:
     """Held-out rows that are trained on: what they measure is no generalisation."""
     return [
-        f"Warning: {number(info.rows_in_train)} of {_many(info.rows, 'row')} of {name} are "
+        f"Warning: {number(info.rows_in_train)} of {many(info.rows, 'row')} of {name} are "
         "training rows too: their loss says nothing about rows that the model has not seen"
         for name, info in data.splits.items()
         if info.rows_in_train
@@ -349,15 +300,13 @@ def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{number(rows)} {reason}" for reason, rows in counts.items()) or "0"
 
 
-def _sources(sources: dict[str, str]) -> str:
-    return sources.get("train") or ", ".join(sources.values())
-
-
-def _many(count: int, noun: str) -> str:
+def many(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
     return f"{number(count)} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
-def _text(page: Page) -> str:
+def page_text(page: Page) -> str:
+    """A page as ASCII text."""
     parts = [_table_text(part) if isinstance(part, Table) else part for part in page.parts]
     return "\n\n".join([page.title + "\n" + "-" * len(page.title), *parts])
 
@@ -378,7 +327,8 @@ def _table_text(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _html(page: Page) -> str:
+def page_html(page: Page) -> str:
+    """A page as HTML."""
     parts = [
         _table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part)}</p>"
         for part in page.parts

@@ -9,6 +9,7 @@
     |-- DataError                       the data cannot be trained on
     |-- CheckpointError                 a checkpoint cannot be written, read or trusted
     |-- TrainingFailed                  a rank failed; says which one, where, at which step and why
+    |-- RegistryError                   a model cannot be logged to MLflow or registered
     `-- SubmitError                     a job could not be submitted or followed
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class LlmTrainError(Exception):
@@ -91,7 +93,18 @@ class DataError(LlmTrainError):
 
 
 class CheckpointError(LlmTrainError):
-    """A checkpoint or an export cannot be written, read back or trusted."""
+    """A checkpoint or an export cannot be written, read back or trusted.
+
+    ``damaged``: what lies there is not what was written, so that an older one may do instead.
+    """
+
+    def __init__(self, message: str, *, damaged: bool = False) -> None:
+        self.damaged = damaged
+        super().__init__(message)
+
+
+class RegistryError(LlmTrainError):
+    """A model cannot be logged to MLflow, or not be registered."""
 
 
 class SubmitError(LlmTrainError):
@@ -103,8 +116,13 @@ class TrainingFailed(LlmTrainError):
 
     Attributes: ``rank``, ``host``, ``gpu`` (uuid or index, ``None`` on CPU), ``step`` (optimizer
     steps finished), ``exit_code`` (negative: the signal that ended the process), ``traceback``,
-    ``log_tail`` (last lines that the rank printed) and ``advice`` (what to do, where known).
+    ``log_tail`` (last lines that the rank printed), ``advice`` (what to do, where known) and
+    ``cause``: ``out_of_memory``; ``configuration`` where every rank found a ``ConfigError``, whose
+    words say it all, so that the text leaves the traceback out; or ``stopped`` where no rank failed
+    and the run ended because it was asked to.
     """
+
+    STOPPED: ClassVar[str] = "stopped"
 
     def __init__(
         self,
@@ -118,6 +136,7 @@ class TrainingFailed(LlmTrainError):
         traceback: str = "",
         log_tail: str = "",
         advice: str = "",
+        cause: str = "",
     ) -> None:
         self.message = message
         self.rank = rank
@@ -128,6 +147,7 @@ class TrainingFailed(LlmTrainError):
         self.traceback = traceback
         self.log_tail = log_tail
         self.advice = advice
+        self.cause = cause
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -136,14 +156,24 @@ class TrainingFailed(LlmTrainError):
         where += [f"GPU {self.gpu}"] if self.gpu else []
         where += [f"at step {self.step}"] if self.step is not None else []
         where += [f"exit code {self.exit_code}"] if self.exit_code is not None else []
+        if self.cause == self.STOPPED:
+            where = []
         parts = [f"training failed: {', '.join(where)}: {self.message}" if where else self.message]
-        if self.traceback:
+        told = self.cause == "configuration"
+        if self.traceback and not told:
             parts.append(f"Traceback of the rank:\n{self.traceback.rstrip()}")
-        elif self.log_tail:
+        elif self.log_tail and not told:
             parts.append(f"Last lines of the rank:\n{self.log_tail.rstrip()}")
         if self.advice:
             parts.append(f"What to do: {self.advice}")
         return "\n\n".join(parts)
+
+
+def was_stopped(error: BaseException) -> bool:
+    """Whether a run ended because somebody wanted it to, and not of a fault."""
+    if isinstance(error, TrainingFailed):
+        return error.cause == TrainingFailed.STOPPED
+    return isinstance(error, KeyboardInterrupt | SystemExit)
 
 
 def together(found: Sequence[LlmTrainError]) -> LlmTrainError:

@@ -4,73 +4,24 @@ reference."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from dbx_llmtrain import option_names
-from dbx_llmtrain.errors import ConfigError, Problem
+from dbx_llmtrain.model_sections import ModelConfig, OptimConfig, ParallelConfig
+from dbx_llmtrain.section_types import (
+    NOT_BOOL,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Section,
+    Share,
+)
 
-
-def _no_truth(value: Any) -> Any:
-    """Python takes ``true`` for 1; in a configuration it is a slip."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("number", "Input should be a number")
-    return value
-
-
-NOT_BOOL = BeforeValidator(_no_truth)
-PositiveInt = Annotated[int, Field(gt=0), NOT_BOOL]
-NonNegativeInt = Annotated[int, Field(ge=0), NOT_BOOL]
-Positive = Annotated[float, Field(gt=0), NOT_BOOL]
-NonNegative = Annotated[float, Field(ge=0), NOT_BOOL]
-Number = Annotated[float, NOT_BOOL]
-Share = Annotated[float, Field(gt=0, lt=1), NOT_BOOL]
 EVAL_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 EvalName = Annotated[str, Field(pattern=EVAL_NAME)]
-
-
-class Section(BaseModel):
-    """Base of the sections: frozen, no unknown keys, docstrings are the field descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Refused by a ``ConfigError`` that says how a setting is changed."""
-        section = next((key for key, cls in SECTIONS.items() if type(self) is cls), "")
-        path = f"{section}.{name}" if section else name
-        raise ConfigError(
-            [Problem(path, f"a configuration is frozen: use cfg = cfg.override({f'{path}=...'!r})")]
-        )
-
-
-class ModelConfig(Section):
-    """Which model is trained."""
-
-    source: str
-    """Hugging Face hub id, folder (also ``/Volumes/...``, ``dbfs:/...``), ``.gguf`` file, or
-    ``package:NAME/FILE``: a file or folder of an installed Python package."""
-
-    revision: str | None = None
-    """Branch, tag or commit of a hub model; resolved to a commit that the plan records."""
-
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention implementation; ``auto`` is ``sdpa`` where the model has it, else ``eager``."""
-
-    trust_remote_code: bool = False
-    """Run the Python code that comes with the model, for an architecture that transformers does not
-    have. The code is staged and fingerprinted with the model."""
 
 
 class SourceConfig(Section):
@@ -170,6 +121,8 @@ EvalSources = Annotated[
 class DataConfig(Section):
     """What it is trained on, and which tokens count."""
 
+    section: ClassVar[str] = "data"
+
     train: TrainSources | None = None
     """The training rows: a source, or a list of sources that are mixed by their ``weight``. May be
     left out where the rows are passed as ``train(cfg, data=...)``."""
@@ -234,83 +187,35 @@ class DataConfig(Section):
     Default: ``.cache`` in ``checkpoint.dir``."""
 
 
-class ParallelConfig(Section):
-    """How ranks share the work."""
-
-    kind: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """``auto``: ``single`` for one rank, ``fsdp`` for more."""
-
-    shard: Literal["full"] = "full"
-    """FSDP: parameters, gradients and optimizer state are all sharded."""
-
-
-class OptimConfig(Section):
-    """Fields of ``train``: batch, length and optimizer of the run."""
-
-    epochs: Positive | None = None
-    """Passes over the data. Default 1 when ``max_steps`` is not given."""
-
-    max_steps: PositiveInt | None = None
-    """Optimizer steps; ends the run wherever in an epoch that is."""
-
-    global_batch_size: PositiveInt | None = None
-    """Examples of one optimizer step over all ranks. With packing an example is a pack of up to
-    ``data.max_length`` tokens. Default 32, or what ``gradient_accumulation_steps`` gives."""
-
-    gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-batches of a rank in a step, instead of ``global_batch_size``."""
-
-    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Examples a rank runs at once. Never changes the numbers, only speed and memory."""
-
-    learning_rate: Annotated[float, Field(gt=0, lt=10), NOT_BOOL] = 2e-5
-    """The highest learning rate, reached after the warm-up."""
-
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up, down to ``min_learning_rate`` at the last step."""
-
-    warmup: NonNegative = 0.03
-    """Steps of linear warm-up (an integer), or their share of the run (below 1; rounded up)."""
-
-    min_learning_rate: NonNegative = 0.0
-    """Learning rate of the last step. 0: of the step that would follow it, so that it learns."""
-
-    optimizer: Literal["adamw"] = "adamw"
-    """AdamW, fused where the device has it."""
-
-    weight_decay: NonNegative = 0.0
-    """Decoupled decay of matrices; norms, biases and other vectors never decay."""
-
-    betas: tuple[Number, Number] = (0.9, 0.999)
-    """AdamW's averaging constants."""
-
-    max_grad_norm: NonNegative = 1.0
-    """Clip the gradient's global norm to this, once per step. 0: never."""
-
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute type; weights and optimizer state are fp32 in any case. ``auto``: ``bf16`` on a GPU
-    that computes in it, else ``fp32``."""
-
-    seed: NonNegativeInt = 0
-    """Seed of the order of rows and of dropout."""
-
-    eval_every: PositiveInt | None = None
-    """Evaluate every so many steps. It is always done before the first and after the last."""
-
-    log_every: PositiveInt = 1
-    """Report the loss every so many steps."""
-
-
 class CheckpointConfig(Section):
     """Where the run folder is, and what is kept in it."""
+
+    section: ClassVar[str] = "checkpoint"
 
     dir: str | None = None
     """Parent of the run folder, on storage that every node and the driver see
     (``/Volumes/catalog/schema/volume/runs``). Default ``./runs`` where driver and workers are one
     machine; on a cluster it has to be given."""
 
-    every: PositiveInt | Literal["never"] = "never"
-    """Checkpoint every so many steps. One is always written at the end."""
+    every: PositiveInt | Literal["epoch", "never"] = "never"
+    """Checkpoint every so many steps, or after each ``epoch``. One is always written at the end."""
+
+    every_minutes: Positive | None = None
+    """Also checkpoint when so many minutes have passed since the last one."""
+
+    keep_last: PositiveInt | Literal["all"] = 2
+    """Of the checkpoints of this run, how many of the newest stay."""
+
+    keep_best: NonNegativeInt = 0
+    """How many of the best by ``metric`` stay besides. An evaluation that makes the list writes a
+    checkpoint."""
+
+    metric: Annotated[str, Field(pattern=r"^[A-Za-z_][\w./-]*$")] = "eval_loss"
+    """What makes a checkpoint a good one: a metric of the evaluation (``eval_loss``,
+    ``eval_<name>_loss``, one of your own)."""
+
+    metric_mode: Literal["auto", "min", "max"] = "auto"
+    """Whether less or more is better. ``auto``: less for a loss or a perplexity, else more."""
 
     export: bool = True
     """Write the result as a Hugging Face folder at the end."""
@@ -323,6 +228,8 @@ class CheckpointConfig(Section):
 class TrackingConfig(Section):
     """The MLflow run."""
 
+    section: ClassVar[str] = "tracking"
+
     experiment: str | None = None
     """Experiment name. Default: the notebook's on Databricks, else ``dbx_llmtrain``."""
 
@@ -331,6 +238,14 @@ class TrackingConfig(Section):
 
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the MLflow run."""
+
+    log_model: Literal["final", "best", "none"] | None = None
+    """Which model becomes the MLflow run's: the ``final`` one or the ``best`` by
+    ``checkpoint.metric``. Unset: ``final`` with ``register_as``, else ``none``."""
+
+    register_as: str | None = None
+    """Registered name of the model, with ``@alias`` if wanted: ``catalog.schema.model@champion`` in
+    Unity Catalog, or a name in the tracking server's own registry."""
 
     log_checkpoints: bool = False
     """Also copy the last checkpoint's files to the MLflow run's artifacts."""
@@ -348,6 +263,8 @@ class TrackingConfig(Section):
 
 class ClusterConfig(Section):
     """Which machines are used, and how."""
+
+    section: ClassVar[str] = "cluster"
 
     processes: PositiveInt | Literal["auto"] = "auto"
     """Ranks. ``auto``: one for every GPU; on CPU one for every executor (1 in local mode)."""

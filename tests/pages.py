@@ -17,12 +17,12 @@ def blocks(language: str, *pages: Path) -> list[str]:
     return [block for text in texts for block in pattern.findall(text)]
 
 
-def lines_of_shell() -> list[list[str]]:
-    """Every command of the shell blocks, split into words."""
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
+def lines_of_shell(*pages: Path) -> list[list[str]]:
+    """Every command of the shell blocks of the given pages or of all, split into words."""
+    lines = [line for block in blocks("bash", *pages) for line in block.splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def commands(program: str) -> list[list[str]]:
-    """Arguments of every call of ``program`` in the shell blocks."""
-    return [words[1:] for words in lines_of_shell() if words[0] == program]
+def commands(program: str, *pages: Path) -> list[list[str]]:
+    """Arguments of every call of ``program`` in the shell blocks of the given pages or of all."""
+    return [words[1:] for words in lines_of_shell(*pages) if words[0] == program]

@@ -11,13 +11,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+
+from dbx_llmtrain import compat
 
 if TYPE_CHECKING:
     from dbx_llmtrain.records import PreparedData
     from dbx_llmtrain.text.prepared import Example
 
 VOCAB = 97
+
+TYPES_ARE_CHECKED = pytest.mark.skipif(
+    not compat.at_least("transformers", "5"),
+    reason="configurations of transformers 4 take values of any type",
+)
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -96,6 +104,29 @@ def mistral(*, sliding_window: int | None = 8, seed: int = 0, **changes: Any) ->
     }
     torch.manual_seed(seed)
     return MistralForCausalLM(MistralConfig(**(settings | changes))).float()
+
+
+def mixtral(*, seed: int = 0, **changes: Any) -> Any:
+    """A two-layer Mixtral: 4 experts, 2 for each token; no router loss unless it is asked for."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.1,
+        "max_position_embeddings": 128,
+        "sliding_window": None,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(seed)
+    return MixtralForCausalLM(MixtralConfig(**(settings | changes))).float()
 
 
 def bert(*, seed: int = 0, **changes: Any) -> Any:
@@ -211,7 +242,11 @@ def prepared(
         format="text",
         splits={
             name: SplitInfo(
-                examples=found.examples, rows=found.rows, tokens=found.tokens, trained=found.trained
+                examples=found.examples,
+                rows=found.rows,
+                tokens=found.tokens,
+                trained=found.trained,
+                digest=found.digest,
             )
             for name, found in stats.items()
         },

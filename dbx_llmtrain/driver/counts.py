@@ -155,6 +155,7 @@ def splits(
             cut_tokens=stats.tokens_cut,
             dropped_tokens=dropped.get(name, 0) + stats.tokens_dropped,
             rows_in_train=in_train.get(name, 0),
+            digest=stats.digest,
         )
         for name, stats in packs.items()
     }

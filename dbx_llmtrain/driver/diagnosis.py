@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dbx_llmtrain.errors import TrainingFailed
-from dbx_llmtrain.records import RankRecord
+from dbx_llmtrain.outcomes import RankRecord
 from dbx_llmtrain.worker import supervisor
+from dbx_llmtrain.worker.failures import CONFIGURATION
+from dbx_llmtrain.worker.requests import Stopped
 
 _FOLLOWERS = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|recvvalue failed"
@@ -18,6 +20,8 @@ _FOLLOWERS = re.compile(
     re.IGNORECASE,
 )
 """What a rank says when another one is gone. It is not the cause while there is another error."""
+
+_STOPPED = f"{Stopped.__name__}: "
 
 _ADVICE: tuple[tuple[str, str], ...] = (
     (
@@ -92,8 +96,21 @@ def _order(record: RankRecord) -> tuple[bool, bool, float]:
     return record.stopped, bool(_FOLLOWERS.search(record.error)), record.time
 
 
+def _cause(records: Mapping[int, RankRecord], first: RankRecord) -> str:
+    """What the run failed of. It is the configuration only where no rank failed of anything else;
+    those that were stopped, or lost the others, only followed."""
+    own = {
+        record.cause
+        for record in records.values()
+        if record.status == "failed" and not _order(record)[0] and not _order(record)[1]
+    }
+    return "" if first.cause == CONFIGURATION and own != {CONFIGURATION} else first.cause
+
+
 def advice(record: RankRecord) -> str:
     """What to do about the failure of this rank; empty where the cause is not a known one."""
+    if record.cause == CONFIGURATION:
+        return "change the configuration as said above, and run again"
     if record.exit_code is not None and -record.exit_code in _SIGNAL_ADVICE:
         return _SIGNAL_ADVICE[-record.exit_code]
     last = record.traceback.rstrip().rsplit("\n", 1)[-1]
@@ -112,6 +129,8 @@ def failure(
     unknown = _missing_text(missing)
     said = launcher_text(launcher_error) if launcher_error else ""
     first = first_failure(records)
+    if first is not None and not missing and first.error.startswith(_STOPPED):
+        return _asked(first)
     lonely = first is not None and bool(_FOLLOWERS.search(first.error)) and bool(missing)
     if first is None or first.stopped or lonely:
         # Nobody failed by itself: a node or an executor was lost, or nothing was started.
@@ -141,6 +160,18 @@ def failure(
         traceback=first.traceback,
         log_tail=first.log_tail,
         advice=advice(first),
+        cause=_cause(records, first),
+    )
+
+
+def _asked(first: RankRecord) -> TrainingFailed:
+    """Nothing failed: the ranks ended since they were asked to, and there is no result."""
+    return TrainingFailed(
+        f"the run {first.error.removeprefix(_STOPPED)}",
+        step=first.step,
+        exit_code=first.exit_code,
+        advice="run again with the same tracking.run_name: training goes on from that checkpoint",
+        cause=TrainingFailed.STOPPED,
     )
 
 

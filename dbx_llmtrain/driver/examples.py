@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.batches import DEFAULT_GLOBAL_BATCH
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.driver.rules import load_tokenizer
 from dbx_llmtrain.errors import ConfigError, DataError, Problem
-from dbx_llmtrain.planning import DEFAULT_GLOBAL_BATCH
 from dbx_llmtrain.preview_html import preview_page
 from dbx_llmtrain.previewing import DocumentPreview, ExamplePreview, Preview
 from dbx_llmtrain.records import ModelInfo, PreparedData

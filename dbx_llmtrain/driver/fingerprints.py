@@ -1,4 +1,7 @@
-"""Names of prepared data: of everything that its tokens and packs depend on."""
+"""Names of prepared data sets: of everything that their tokens and packs depend on, all splits.
+
+What a run must have in common with its checkpoints is less: the examples of its training split,
+which have a digest of their own (``SplitInfo.digest``)."""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from dbx_llmtrain.driver.model_files import digest, fingerprint
 from dbx_llmtrain.records import Artifact, ModelInfo
 from dbx_llmtrain.sections import DataConfig
 
-RECIPE = 3
+RECIPE = 4
 """Raise it when the same rows give other tokens, packs or counts."""
 
 _SOURCES = {"train", "eval", "test"}

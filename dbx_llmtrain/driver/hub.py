@@ -23,6 +23,8 @@ from dbx_llmtrain.driver.model_files import (
 from dbx_llmtrain.errors import ConfigError
 from dbx_llmtrain.records import Artifact
 
+ASK_S = 10.0
+"""Seconds that the hub has to answer a question about a model."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SMALL = [*OTHERS, *VOCABULARIES, f"{MORE_TEMPLATES}/*.jinja", "*.py"]
 _WEIGHTS = [INDEX, "model*.safetensors"]
@@ -37,6 +39,7 @@ def fetch(
     trusted: bool = False,
     objective: str = "sft",
     weights: bool = True,
+    tokenizer: bool = True,
 ) -> tuple[Artifact, str]:
     """The model folder of hub id ``name``, and the commit that ``revision`` stands for; with its
     Python code where that is ``trusted``. What is wrong with the rest shows before the weights are
@@ -44,14 +47,12 @@ def fetch(
 
     A commit that is in ``cache_dir`` is not downloaded again; where ``revision`` is one, the
     network is not used at all. Without ``weights`` only the other files are downloaded, unless the
-    whole model is there already. A private model needs HF_TOKEN in the driver's environment. Raises
-    ``ConfigError`` when the hub cannot be reached or has no such model.
+    whole model is there already; without ``tokenizer`` it may have none. A private model needs
+    HF_TOKEN in the driver's environment. Raises ``ConfigError`` when the hub cannot be reached or
+    has no such model.
     """
-    if revision and _COMMIT.fullmatch(revision):
-        commit = revision
-    else:
-        commit = _ask(name, lambda hub: hub.HfApi().model_info(name, revision=revision).sha)
-
+    commit = _commit(name, revision)
+    known: dict[str, Any] = {"trusted": trusted, "objective": objective, "tokenizer": tokenizer}
     # With and without its code it is not the same folder.
     code = ["code"] if trusted else []
     whole = digest("hub", name, commit, *code)
@@ -67,22 +68,78 @@ def fetch(
 
     def download(target: Path) -> None:
         get(target, [*_SMALL, *(CODE_VOCABULARIES if trusted else ())])
-        problems = small_problems(target, name, trusted=trusted, objective=objective)
-        if problems:
+        if problems := small_problems(target, name, **known):
             raise ConfigError(problems)
         load_config(target, name, trusted=trusted, objective=objective)
         if not small:
             get(target, _WEIGHTS)
         storage.remove(target / ".cache")
-        needed = set(
-            needed_files(target, name, weights=not small, trusted=trusted, objective=objective)
-        )
+        needed = {*needed_files(target, name, weights=not small, **known)}
         for path in target.rglob("*"):
             if path.is_file() and path not in needed:
                 path.unlink()
 
     key = digest("hub without weights", name, commit, *code) if small else whole
     return publish(cache_dir, key, work_dir, download), commit
+
+
+def fetch_tokenizer(
+    name: str, revision: str | None, cache_dir: Path, work_dir: Path | None, *, trusted: bool
+) -> Path:
+    """A folder with the tokenizer of hub id ``name``, and its Python code where that is
+    ``trusted``. Raises ``ConfigError`` as ``fetch`` does."""
+    commit = _commit(name, revision)
+    patterns = [*_SMALL, *(CODE_VOCABULARIES if trusted else ())]
+
+    def download(target: Path) -> None:
+        _ask(
+            name,
+            lambda hub: hub.snapshot_download(
+                name, revision=commit, local_dir=target, allow_patterns=patterns
+            ),
+        )
+        storage.remove(target / ".cache")
+
+    key = digest("hub tokenizer", name, commit, *(["code"] if trusted else []))
+    return Path(publish(cache_dir, key, work_dir, download).source)
+
+
+def _commit(name: str, revision: str | None) -> str:
+    """The commit that a revision stands for."""
+    if revision and _COMMIT.fullmatch(revision):
+        return revision
+    found: str = _ask(name, lambda hub: _info(hub, name, revision).sha)
+    return found
+
+
+def check_there(name: str, revision: str | None = None) -> None:
+    """Raise ``ConfigError``, as ``fetch`` does, where the hub has no such model or does not answer
+    soon: whoever opens a model by itself asks for many files, many times each. One of which this
+    machine has a copy is not asked for."""
+
+    def ask(hub: Any) -> None:
+        if not isinstance(hub.try_to_load_from_cache(name, "config.json", revision=revision), str):
+            _info(hub, name, revision)
+
+    _ask(name, ask)
+
+
+def _info(hub: Any, name: str, revision: str | None) -> Any:
+    return hub.HfApi().model_info(name, revision=revision, timeout=ASK_S)
+
+
+def fetch_config(name: str, revision: str | None, target: Path, *, trusted: bool = False) -> None:
+    """Download the configuration of hub model ``name`` to ``target``, with its Python code where
+    that is ``trusted``. Raises ``ConfigError`` as ``fetch`` does."""
+    patterns = ["config.json", *(["*.py"] if trusted else [])]
+    _ask(
+        name,
+        lambda hub: hub.snapshot_download(
+            name, revision=revision, local_dir=target, allow_patterns=patterns
+        ),
+    )
+    if not (target / "config.json").is_file():
+        raise refuse(f"{name} has no config.json on the hub")
 
 
 def _ask(name: str, question: Any) -> Any:

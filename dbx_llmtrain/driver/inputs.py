@@ -174,6 +174,15 @@ def check_given(data: DataConfig, value: Any) -> dict[str, Any]:
     return objects
 
 
+def eval_names(data: DataConfig, given: Any = None) -> tuple[str, ...]:
+    """The names of the sets that will be evaluated, empty of one without a name."""
+    passed = given.get("eval") if isinstance(given, Mapping) else None
+    value = data.eval if passed is None else passed
+    if value is None:
+        return ()
+    return tuple(map(str, value)) if isinstance(value, Mapping) else ("",)
+
+
 def _advice(value: Any) -> str:
     module = type(value).__module__.partition(".")[0]
     if module == "pandas":

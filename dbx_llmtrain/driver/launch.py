@@ -8,6 +8,7 @@ names no cause. The records that the ranks' supervisors leave in the run folder 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import signal
@@ -24,8 +25,10 @@ import click
 from dbx_llmtrain import storage
 from dbx_llmtrain.driver import cluster, diagnosis, preflight, shipping
 from dbx_llmtrain.errors import TrainingFailed
-from dbx_llmtrain.records import RankRecord, RankResult, RunPlan
-from dbx_llmtrain.worker import node, supervisor
+from dbx_llmtrain.outcomes import RankRecord, RankResult
+from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.worker import node, requests, supervisor
+from dbx_llmtrain.worker.requests import Wish
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,9 +36,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TARGET = "dbx_llmtrain.worker.supervisor:run"
+_THREADS = "OMP_NUM_THREADS"
 _POLL_S = 0.5
 _RECORDS_S = 30.0
 """How long ranks may take to end and leave their records after the launcher has."""
+_TAKEN_S = 6.0
+"""How long rank 0 may take to see that it is asked to end, where it takes steps at all,"""
+_LEAVING_S = 120.0
+"""and how long the ranks may then take to finish a step and write a checkpoint."""
 _CANCEL_S = 60.0
 _WAITING_S = 30.0
 
@@ -51,12 +59,14 @@ def launch(
     """Run the plan's ranks to their end and return rank 0's result.
 
     Success is a ``finished`` record of every rank with this attempt. Raises ``TrainingFailed`` of
-    the first rank that failed. ``on_poll`` is called about twice a second; what it raises, like a
-    ``KeyboardInterrupt``, ends the ranks and passes on. In every case no trainer is left.
+    the first rank that failed. ``on_poll`` is called about twice a second; what it raises ends the
+    ranks and passes on. A ``KeyboardInterrupt`` or ``SystemExit`` lets them write a checkpoint
+    before, unless another one follows. In every case no trainer is left.
     ``module`` is what runs as ``python -m module plan.json`` on each rank.
     """
     run_dir = storage.local_path(plan.run_dir)
     storage.write_text(run_dir / "plan.json", plan.model_dump_json(indent=1))
+    requests.clear(run_dir)  # what an earlier attempt was asked for and did not hear
     with _stop_file(plan) as stop_file:
         args = (plan.model_dump_json(), secrets, module, str(stop_file) if stop_file else None)
         job = cluster.SparkJob(
@@ -96,11 +106,26 @@ def _distributor(
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         state = random.getstate()
         try:
-            return distributor.run(function)
+            with _threads_told(plan):
+                return distributor.run(function)
         finally:
             random.setstate(state)  # it seeds Python's generator when it picks GPUs
 
     return run
+
+
+@contextmanager
+def _threads_told(plan: RunPlan) -> Iterator[None]:
+    """What torchrun would set for several processes of one machine, and say so in a banner; the
+    ranks decide by themselves how many threads they have."""
+    if not plan.local_mode or plan.world_size == 1 or _THREADS in os.environ:
+        yield
+        return
+    os.environ[_THREADS] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_THREADS, None)
 
 
 @contextmanager
@@ -142,7 +167,7 @@ def _end(
     stops this process may have ended the JVM, or closed the terminal, too."""
     if isinstance(cause, KeyboardInterrupt | SystemExit):
         with node.Capture():
-            click.echo(f"stopping {plan.world_size} rank(s), please wait ...", err=True)
+            _let_leave(job, run_dir, plan)
     with node.Capture() as stopping:
         _stop(job, stop_file)
     if stopping.error:
@@ -150,8 +175,32 @@ def _end(
     _wait_for_records(run_dir, plan)
 
 
+def _let_leave(job: cluster.SparkJob, run_dir: Path, plan: RunPlan) -> None:
+    """Have the ranks write a checkpoint and end by themselves; returns when they have, or will not.
+
+    Rank 0 takes the request away where steps are taken; where none are there is nothing to save.
+    """
+    with node.Capture():  # its terminal may be gone
+        click.echo(
+            f"stopping {plan.world_size} rank(s), please wait ... (they write a checkpoint; "
+            "interrupt again to end them at once)",
+            err=True,
+        )
+    requests.ask(run_dir, Wish.CANCEL)
+    began = time.monotonic()
+    try:
+        while not job.wait(_POLL_S):
+            taken = not (run_dir / Wish.CANCEL.value).exists()
+            if time.monotonic() - began > (_LEAVING_S if taken else _TAKEN_S):
+                return
+    except KeyboardInterrupt:
+        return
+    finally:
+        requests.clear(run_dir)
+
+
 def _stop(job: cluster.SparkJob, stop_file: Path | None) -> None:
-    """End the ranks and wait until the launcher has noticed."""
+    """End the ranks, if they have not ended, and wait until the launcher has noticed."""
     if stop_file is not None:
         stop_file.touch()
     else:

@@ -6,16 +6,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+from dbx_llmtrain import storage
 from dbx_llmtrain.custom_code import load_from, private_modules
 from dbx_llmtrain.driver.model_code import auto_class, find_code
 from dbx_llmtrain.driver.model_files import read_header, refuse
+from dbx_llmtrain.estimates import ModelShape
 from dbx_llmtrain.records import Artifact, ModelInfo
+from dbx_llmtrain.shapes import model_shape, without_storage
 
 # Families that number the positions of a text from behind their padding token's id.
 _LATE_POSITIONS = frozenset(
     "camembert data2vec-text longformer mpnet roberta roberta-prelayernorm xlm-roberta "
     "xlm-roberta-xl xmod".split()
 )
+
+_COUNTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+_HEAD_SIZES = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_channels")
+"""Under these names a model tells how large a head is, whatever the hidden size."""
 
 _DECODER = "is_decoder: true"
 
@@ -38,20 +45,27 @@ def describe(
         Path(artifact.source), name, trusted=trusted, attention=attention, objective=objective
     )
     text = config.get_text_config()
+    shape = shape_of(config, Path(artifact.source), name, trusted=trusted, objective=objective)
     window = getattr(text, "sliding_window", None)
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and config.model_type in _LATE_POSITIONS:
-        positions -= config.pad_token_id + 1
     return ModelInfo(
         artifact=artifact,
         source=name,
         revision=revision,
         model_type=config.model_type,
-        parameters=_parameters(artifact, name),
+        parameters=_parameters(artifact, name) or shape.parameters,
         vocab_size=text.vocab_size,
-        max_positions=positions,
+        max_positions=positions_of(config),
         sliding_window=window if getattr(text, "use_sliding_window", True) else None,
+        shape=shape,
     )
+
+
+def positions_of(config: Any) -> int | None:
+    """How many tokens a text may have at most; ``None`` where the model sets no limit."""
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.model_type in _LATE_POSITIONS:
+        positions -= config.pad_token_id + 1
+    return positions
 
 
 def load_config(
@@ -87,6 +101,68 @@ def load_config(
             "model.attention",
         )
     return config
+
+
+def shape_of(
+    config: Any, folder: Path, name: str, *, trusted: bool, objective: str = "sft"
+) -> ModelShape:
+    """What the arithmetic of memory needs to know of the model that ``config`` describes; no weight
+    is read. ``folder`` has its own code, where it has some and is ``trusted``.
+
+    Raises ``ConfigError`` where no model can be built from the configuration, or it cannot
+    compute.
+    """
+    if wrong := impossible(config.get_text_config()):
+        raise refuse(f"{name}: no model can be built from its config.json: {wrong}")
+    trusted = trusted and bool(find_code(folder, name).files)
+    with private_modules(None, wanted=trusted):
+        model = _own_class(config, load_from(folder, trusted=trusted), objective)
+        model = model or _known_class(config, name, objective)
+        try:
+            return model_shape(config, model)
+        except Exception as error:
+            # Inconsistent numbers raise whatever the model's code makes of them.
+            kind = type(error).__name__
+            raise refuse(
+                f"{name}: no model can be built from its config.json: {kind}: {error}"
+            ) from error
+
+
+def impossible(text: Any) -> str:
+    """Why a language model of this configuration cannot compute, though it can be built; empty
+    where nothing is wrong. (Numbers that are not there, or one for every layer, are left alone.)"""
+
+    def number(name: str) -> int | None:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    for name in _COUNTS:
+        value = number(name)
+        if value is not None and value < 1:
+            return f"{name} is {value}: expected 1 or more"
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    groups = number("num_key_value_heads")
+    if heads and groups and heads % groups:
+        return (
+            f"num_attention_heads is {heads}, which is no multiple of num_key_value_heads, {groups}"
+        )
+    sized = any(getattr(text, name, None) is not None for name in _HEAD_SIZES)
+    if hidden and heads and not sized and hidden % heads:
+        return (
+            f"hidden_size is {hidden}, which is no multiple of num_attention_heads, {heads}, and "
+            "there is no head_dim"
+        )
+    return ""
+
+
+def empty_model(
+    config: Any, folder: Path, name: str, *, trusted: bool, objective: str = "sft"
+) -> Any:
+    """The model that ``config`` describes, without storage: for the names of its layers."""
+    trusted = trusted and bool(find_code(folder, name).files)
+    with private_modules(None, wanted=trusted):
+        model = _own_class(config, load_from(folder, trusted=trusted), objective)
+        return without_storage(config, model or _known_class(config, name, objective))
 
 
 def _own_class(config: Any, arguments: dict[str, Any], objective: str) -> Any:
@@ -139,13 +215,13 @@ def _known_class(config: Any, name: str, objective: str) -> Any:
 
 
 def _parameters(artifact: Artifact, source: str) -> int:
-    """Numbers in the weight files, read from their headers."""
+    """Numbers in the weight files, read from their headers; 0 where there are none."""
     total = 0
     for entry in artifact.files:
         if not entry.path.endswith(".safetensors"):
             continue
         try:
-            tensors, _ = read_header(Path(artifact.source) / entry.path)
+            tensors, _ = read_header(storage.place(Path(artifact.source), entry))
             total += sum(math.prod(item["shape"]) for item in tensors.values())
         except (ValueError, KeyError, TypeError) as error:
             raise refuse(f"{source}: {entry.path} is not a safetensors file") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import struct
@@ -29,6 +30,7 @@ OTHERS = (
     "chat_template.json",
 )
 MORE_TEMPLATES = "additional_chat_templates"
+_OF_THE_MODEL = {"config.json", "generation_config.json"}
 CODE_VOCABULARIES = ("*.tiktoken", "*.model", "tokenizer*", "vocab*")
 
 
@@ -44,16 +46,19 @@ def needed_files(
     trusted: bool = False,
     objective: str = "sft",
     weights: bool = True,
+    tokenizer: bool = True,
 ) -> list[Path]:
     """Every file of ``folder`` that training needs: config, safetensors, tokenizer, templates, and
     where ``trusted`` the model's own Python code.
 
-    ``name`` is what the user calls the folder; without ``weights`` it may have none. Raises
-    ``ConfigError`` with all that is missing.
+    ``name`` is what the user calls the folder; without ``weights`` or ``tokenizer`` it may have
+    none. Raises ``ConfigError`` with all that is missing.
     """
     if not (folder / "config.json").is_file() and (advice := _instead(folder)):
         raise refuse(f"{name} has no config.json{advice}")
-    problems = small_problems(folder, name, trusted=trusted, objective=objective)
+    problems = small_problems(
+        folder, name, trusted=trusted, objective=objective, tokenizer=tokenizer
+    )
     tensors, faults = _weight_files(folder, name) if weights else ([], [])
     if problems or faults:
         raise ConfigError([*problems, *faults])
@@ -71,8 +76,29 @@ def small_files(folder: Path, *, trusted: bool) -> list[Path]:
     return sorted(set(small))
 
 
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a file of a model folder belongs to its tokenizer."""
+    own = {*OTHERS, *VOCABULARIES} - _OF_THE_MODEL
+    patterns = (*own, f"{MORE_TEMPLATES}/*", *CODE_VOCABULARIES)
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def tokenizer_files(folder: Path, *, trusted: bool) -> list[Path]:
+    """The files of a tokenizer's folder that are needed, with its Python code where ``trusted``."""
+    small = [path for path in folder.glob("*") if path.is_file()]
+    small += (folder / MORE_TEMPLATES).glob("*.jinja")
+    names = {*OTHERS, *VOCABULARIES} - _OF_THE_MODEL
+    return sorted(
+        path
+        for path in small
+        if path.name in names
+        or path.parent != folder
+        or (trusted and (path.suffix == ".py" or is_of_tokenizer(path.name)))
+    )
+
+
 def small_problems(
-    folder: Path, name: str, *, trusted: bool, objective: str = "sft"
+    folder: Path, name: str, *, trusted: bool, objective: str = "sft", tokenizer: bool = True
 ) -> list[Problem]:
     """What is missing in a folder beside its weights, and whether its code may run."""
     problems = []
@@ -88,7 +114,7 @@ def small_problems(
     own = find_code(folder, name).files and any(
         Path(file).suffix in (".tiktoken", ".model") for file in names
     )
-    if not own and not set(names) & {*VOCABULARIES}:
+    if tokenizer and not own and not set(names) & {*VOCABULARIES}:
         expected = ", ".join(VOCABULARIES)
         problems.append(
             Problem("model.source", f"{name} has no tokenizer: expected one of {expected}")

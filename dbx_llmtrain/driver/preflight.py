@@ -28,7 +28,7 @@ _error = partial(Finding, "error")
 
 
 class Layout(Protocol):
-    """Which processes run where (``planning.Layout``)."""
+    """Which processes run where (``layout.Layout``)."""
 
     @property
     def processes(self) -> int:

@@ -109,7 +109,7 @@ class Progress:
     def training(self, plan: RunPlan) -> Iterator[Training]:
         """What takes the events of a run."""
         training = Training(self, plan)
-        with self._ending("training"):
+        with self._ending(training.name):
             yield training
 
     @contextmanager
@@ -171,10 +171,13 @@ class Training:
 
     def __init__(self, progress: Progress, plan: RunPlan) -> None:
         self._progress = progress
-        self._total = plan.total_steps
+        self.name = "training" if plan.purpose == "train" else "evaluation"
+        self._total = plan.total_steps or None
         self._phase = "starting"
         resumed = re.search(r"step-(\d+)/?$", plan.resume_from or "")
         self._step = int(resumed[1]) if resumed else 0
+        foreseen = plan.time.seconds if plan.time else None
+        self._foreseen = foreseen / max(1, plan.total_steps) if foreseen is not None else None
         self._began: tuple[float, int] | None = None
         self._now = 0.0
         self._speed = ""
@@ -188,6 +191,7 @@ class Training:
                 self._phase = str(event.data.get("phase", ""))
             elif event.kind == "started":
                 self._began = (event.time, event.step)
+                self._step = event.step  # an earlier one where the newest checkpoint is damaged
             elif event.kind == "step":
                 self._speed = _speed(event.metrics)
             elif event.kind in ENDS:
@@ -210,15 +214,20 @@ class Training:
     def _show(self) -> None:
         left = self._time_left() if self._phase == "training" else ""
         note = ", ".join(filter(None, (self._speed, left)))
-        task = Task("training", "steps", self._step, self._total, note=note, phase=self._phase)
+        unit = "steps" if self._total else "rows"
+        task = Task(self.name, unit, self._step, self._total, note=note, phase=self._phase)
         self._progress.show(task)
 
     def _time_left(self) -> str:
-        """From the time that the steps of this attempt took, evaluations and all."""
+        """From the time that the steps of this attempt took, evaluations and all; before there are
+        any by the plan's estimate, told as one."""
         if self._began is None or self._step <= self._began[1]:
-            return ""
+            if self._foreseen is None:
+                return ""
+            left = duration(self._foreseen * ((self._total or 0) - self._step))
+            return f"about {left} left by the plan's estimate"
         per_step = (self._now - self._began[0]) / (self._step - self._began[1])
-        return f"{duration(per_step * (self._total - self._step))} left"
+        return f"{duration(per_step * ((self._total or 0) - self._step))} left"
 
 
 def _speed(metrics: dict[str, float]) -> str:

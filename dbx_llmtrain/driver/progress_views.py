@@ -135,8 +135,9 @@ class LinesView:
 
 
 def _counts(task: Task) -> bool:
-    """Whether the number of the task is what its phase moves on."""
-    return task.phase in ("", task.name)
+    """Whether the number of the task is what its phase moves on. (Of rows nobody knows how many
+    there will be: none yet says nothing.)"""
+    return task.phase in ("", task.name) and (task.unit != "rows" or task.done > 0)
 
 
 class BarView:

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from functools import partial
 from pathlib import Path
 
 from dbx_llmtrain import addresses, storage
-from dbx_llmtrain.driver import gguf, hub
+from dbx_llmtrain.driver import adapters, composed, gguf, hub
+from dbx_llmtrain.driver.model_changes import blamed
 from dbx_llmtrain.driver.model_config import describe
 from dbx_llmtrain.driver.model_files import (
+    VOCABULARIES,
     fingerprint,
     hashed,
     needed_files,
     publish,
     refuse,
+    tokenizer_files,
 )
+from dbx_llmtrain.errors import ConfigError, Problem
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import Artifact, FileEntry, ModelInfo
-from dbx_llmtrain.sections import ModelConfig
 
 PACKAGE = "package:"
+_TOKENIZER = "model.tokenizer"
 _GGUF_RECIPE = "gguf 2"  # part of the fingerprint: change it when the conversion changes
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _SHARED_ROOTS = ("/Volumes/", "/dbfs/", "/Workspace/")
 
 
@@ -39,7 +43,8 @@ def resolve_model(
     weights: bool = True,
 ) -> ModelInfo:
     """Find the model, bring it into the form of a folder that every node sees, and read from its
-    files what the plan needs. Files that training does not need are left out.
+    files what the plan needs. Files that training does not need are left out. Where the
+    configuration changes or defines the model, or has another tokenizer, the folder is composed.
 
     ``cache_dir`` is on storage that every node sees; ``work_dir`` is a folder on the driver's own
     disk for downloads and conversions (default: the temporary folder). The model must be one that
@@ -47,26 +52,127 @@ def resolve_model(
     and those of a folder not asked for: enough to prepare data. Raises ``ConfigError`` with the
     path ``model.source`` or ``model.revision``.
     """
-    source, trusted = config.source, config.trust_remote_code
-    known = partial(describe, trusted=trusted, attention=config.attention, objective=objective)
-    path = _find(config)
+    name, trusted = config.source or "model.config", config.trust_remote_code
+
+    def known(artifact: Artifact, name: str, commit: str | None) -> ModelInfo:
+        attention = config.attention
+        found = describe(
+            artifact, name, commit, trusted=trusted, attention=attention, objective=objective
+        )
+        adapters.check_model(config, Path(artifact.source), objective=objective)
+        return found
+
+    weights = weights and config.init == "pretrained"
+    if weights and config.source and composed.is_wanted(config) and find_model(config) is None:
+        # What is wrong shows before the weights are downloaded.
+        resolve_model(config, cache_dir, work_dir=work_dir, objective=objective, weights=False)
+    base, commit = None, None
+    if config.source:
+        base, commit = _resolve(config, cache_dir, work_dir, objective=objective, weights=weights)
+    if not composed.is_wanted(config):
+        assert base is not None
+        return known(base, name, commit)
+    words = _tokenizer(config, cache_dir, work_dir)
+    if base is None and words is None:
+        raise refuse("missing: a model that model.config defines has none", _TOKENIZER)
+    parts = composed.Parts(config, name, objective, base, words)
+    made = composed.compose(parts, cache_dir, work_dir)
+    with blamed(config.config, config.source):
+        return known(made, name, commit)
+
+
+def _resolve(
+    config: ModelConfig, cache_dir: Path, work_dir: Path | None, *, objective: str, weights: bool
+) -> tuple[Artifact, str | None]:
+    """The model of ``model.source`` as a folder, and where it is of the hub its commit."""
+    path = find_model(config)
+    words = composed.own_tokenizer(config)
+    tokenizer = words is None or words.source is None
     if path is None:
-        artifact, commit = hub.fetch(
-            source,
+        return hub.fetch(
+            config.source,
             config.revision,
             cache_dir,
             work_dir,
-            trusted=trusted,
+            trusted=config.trust_remote_code,
             objective=objective,
             weights=weights,
+            tokenizer=tokenizer,
         )
-        return known(artifact, source, commit)
     if path.is_dir():
-        artifact = _folder(path, source, cache_dir, config, objective=objective, weights=weights)
-        return known(artifact, source, None)
+        found = _folder(
+            path, cache_dir, config, objective=objective, weights=weights, tokenizer=tokenizer
+        )
+        return found, None
     name = fingerprint(hashed(path.parent, [path], cache_dir), _GGUF_RECIPE)
-    made = publish(cache_dir, name, work_dir, lambda target: gguf.convert(path, target))
-    return known(made, source, None)
+    return publish(cache_dir, name, work_dir, lambda target: gguf.convert(path, target)), None
+
+
+def _tokenizer(config: ModelConfig, cache_dir: Path, work_dir: Path | None) -> Path | None:
+    """The folder of ``model.tokenizer``, on storage that every node sees or in the cache."""
+    settings = composed.own_tokenizer(config)
+    if settings is None or settings.source is None:
+        return None
+    path = find_tokenizer(config)
+    if path is not None:
+        return path
+    try:
+        path = hub.fetch_tokenizer(
+            settings.source,
+            settings.revision,
+            cache_dir,
+            work_dir,
+            trusted=config.trust_remote_code,
+        )
+    except ConfigError as error:
+        problems = [Problem(_TOKENIZER, problem.message) for problem in error.problems]
+        raise ConfigError(problems) from None
+    return _with_tokenizer(path, config, settings.source)
+
+
+def find_tokenizer(config: ModelConfig) -> Path | None:
+    """The folder of ``model.tokenizer``, ``None`` for one of the hub or where there is none. Raises
+    ``ConfigError`` for one that is not there or holds no tokenizer."""
+    settings = composed.own_tokenizer(config)
+    if settings is None or settings.source is None:
+        return None
+    source = settings.source
+    if not source.strip():
+        raise refuse("is empty: expected a hub id or a folder", _TOKENIZER)
+    if why := addresses.refusal(source, ", or a hub id"):
+        raise refuse(why, _TOKENIZER)
+    try:
+        path = _package_path(source) if source.startswith(PACKAGE) else storage.local_path(source)
+    except ConfigError as error:
+        raise refuse(error.problems[0].message, _TOKENIZER) from None
+    if not path.exists() and HUB_ID.fullmatch(source) and path.suffix.lower() != ".gguf":
+        return None
+    if settings.revision is not None:
+        raise refuse(f"only a hub tokenizer has revisions, {source} has none", _TOKENIZER)
+    if not path.exists():
+        looked = path.absolute()
+        raise refuse(f"no folder or hub tokenizer {source} (looked for {looked})", _TOKENIZER)
+    return _with_tokenizer(path, config, source)
+
+
+def _with_tokenizer(path: Path, config: ModelConfig, source: str) -> Path:
+    """The absolute path of a folder that has a tokenizer."""
+    if path.is_file():
+        instead = (
+            ": the tokenizer of a .gguf file is used with its model (model.source); save it once "
+            "with AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(NEW) and "
+            "give NEW"
+            if path.suffix.lower() == ".gguf"
+            else ""
+        )
+        raise refuse(f"{source} is a file, expected a hub id or a folder{instead}", _TOKENIZER)
+    names = {file.name for file in tokenizer_files(path, trusted=config.trust_remote_code)}
+    if not names.intersection(VOCABULARIES) and not config.trust_remote_code:
+        expected = ", ".join(VOCABULARIES)
+        raise refuse(f"{source} has no tokenizer: expected one of {expected}", _TOKENIZER)
+    if not names:
+        raise refuse(f"{source} has no tokenizer", _TOKENIZER)
+    return path.absolute()
 
 
 def look(config: ModelConfig, *, objective: str = "sft", weights: bool = True) -> ModelInfo | None:
@@ -75,29 +181,47 @@ def look(config: ModelConfig, *, objective: str = "sft", weights: bool = True) -
     Raises ``ConfigError`` for a model that is not there or cannot be trained, as ``resolve_model``
     does. A model of the hub is not asked for, and no code of a model's own is run.
     """
-    source, path = config.source, _find(config)
+    if not config.source:
+        return None
+    source, path = config.source, find_model(config)
     if path is None or not path.is_dir():
         return None
     trusted = config.trust_remote_code
-    files = needed_files(path, source, trusted=trusted, objective=objective, weights=weights)
-    if trusted:
+    words = composed.own_tokenizer(config)
+    files = needed_files(
+        path,
+        source,
+        trusted=trusted,
+        objective=objective,
+        weights=weights and config.init == "pretrained",
+        tokenizer=words is None or words.source is None,
+    )
+    if trusted or composed.is_wanted(config):
         return None
     entries = tuple(
         FileEntry(path=file.relative_to(path).as_posix(), size=file.stat().st_size, sha256="")
         for file in files
     )
     artifact = Artifact(kind="models", source=str(path), fingerprint="", files=entries)
-    return describe(artifact, source, None, attention=config.attention, objective=objective)
+    found = describe(artifact, source, None, attention=config.attention, objective=objective)
+    adapters.check_model(config, path, objective=objective)
+    return found
 
 
-def _find(config: ModelConfig) -> Path | None:
+def is_here(config: ModelConfig) -> bool:
+    """Whether the model's configuration is on this machine, so that nothing is downloaded for it.
+    Raises ``ConfigError`` as ``find_model`` does."""
+    return not config.source or find_model(config) is not None
+
+
+def find_model(config: ModelConfig) -> Path | None:
     """The folder or ``.gguf`` file of a model, ``None`` for one of the hub. Raises ``ConfigError``
     for anything else."""
     source = config.source
     if why := addresses.refusal(source, ", or a hub id"):
         raise refuse(why)
     path = _package_path(source) if source.startswith(PACKAGE) else storage.local_path(source)
-    if not path.exists() and _HUB_ID.fullmatch(source):
+    if not path.exists() and HUB_ID.fullmatch(source):
         return None
     if config.revision is not None:
         raise refuse(f"only a hub model has revisions, {source} has none", "model.revision")
@@ -110,17 +234,22 @@ def _find(config: ModelConfig) -> Path | None:
 
 def _folder(
     path: Path,
-    source: str,
     cache_dir: Path,
     config: ModelConfig,
     *,
     objective: str,
     weights: bool,
+    tokenizer: bool,
 ) -> Artifact:
     """A folder as it is, or its copy in the cache where only the driver sees it."""
     path = path.absolute()  # workers run in another folder than the driver
     needed = needed_files(
-        path, source, trusted=config.trust_remote_code, objective=objective, weights=weights
+        path,
+        config.source,
+        trusted=config.trust_remote_code,
+        objective=objective,
+        weights=weights,
+        tokenizer=tokenizer,
     )
     entries = hashed(path, needed, cache_dir)
     name = fingerprint(entries)

@@ -253,7 +253,7 @@ class Order:
     pad_id: int = 0
     shuffle: bool = True
     group_by_length: bool = False
-    longest_first: bool = False
+    longest_first: int = False
     masking: Masking | None = None
 
     @property

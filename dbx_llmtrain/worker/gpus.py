@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import subprocess
 from typing import Any
 
 _QUERY = "index,uuid,name,memory.total,memory.used,driver_version"
+_CAPABILITY = "compute_cap"
+"""Not known to the ``nvidia-smi`` of drivers before 510."""
+_IS_CAPABILITY = re.compile(r"\d+\.\d+").fullmatch
 _MIB = 1024 * 1024
 _TIMEOUT_S = 30.0
 
@@ -21,12 +25,9 @@ def read_gpus() -> tuple[list[dict[str, Any]], str]:
     if command is None:
         return [], ""
     try:
-        run = subprocess.run(
-            [command, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        run = _ask(command, f"{_QUERY},{_CAPABILITY}")
+        if run.returncode and _CAPABILITY.encode() in run.stdout + run.stderr:
+            run = _ask(command, _QUERY)
     except subprocess.TimeoutExpired:
         return [], f"nvidia-smi did not answer within {_TIMEOUT_S:.0f} s: a GPU or its driver hangs"
     except OSError as error:
@@ -40,6 +41,15 @@ def read_gpus() -> tuple[list[dict[str, Any]], str]:
     return parse_gpus(text)
 
 
+def _ask(command: str, query: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [command, f"--query-gpu={query}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+
+
 def parse_gpus(text: str) -> tuple[list[dict[str, Any]], str]:
     """``nvidia-smi``'s CSV (memory in MiB) as the fields of ``GpuInfo`` (memory in bytes).
 
@@ -50,10 +60,11 @@ def parse_gpus(text: str) -> tuple[list[dict[str, Any]], str]:
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if not row:
             continue
-        if len(row) != 6 or not row[0].strip().isdecimal():
+        if len(row) not in (6, 7) or not row[0].strip().isdecimal():
             bad.append(", ".join(row))
             continue
-        index, uuid, name, total, used, driver = (cell.strip() for cell in row)
+        index, uuid, name, total, used, driver, *more = (cell.strip() for cell in row)
+        capability = more[0] if more and _IS_CAPABILITY(more[0]) else None
         found.append(
             {
                 "index": int(index),
@@ -62,6 +73,7 @@ def parse_gpus(text: str) -> tuple[list[dict[str, Any]], str]:
                 "memory_total": _bytes(total),
                 "memory_used": _bytes(used),
                 "driver": driver,
+                "capability": capability,
             }
         )
     return found, f"nvidia-smi printed lines of an unknown form: {'; '.join(bad)}" if bad else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -14,14 +14,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.schedules import learning_rate
 from dbx_llmtrain.worker.data import Order, StepBatches
 from dbx_llmtrain.worker.evaluate import perplexity
-from dbx_llmtrain.worker.optim import learning_rate
 from dbx_llmtrain.worker.parallel import Strategy
+from dbx_llmtrain.worker.requests import Wish
 from dbx_llmtrain.worker.world import World
 
 MAX_SKIPPED_IN_A_ROW = 10
 """After so many steps in a row with a gradient that is not finite, training has failed."""
+
+NOT_FINITE = "the gradient is not finite"
+SCALE_LOWERED = "the gradient overflowed, and the loss scale was halved"
+"""Why a step was skipped: the second is part of training in fp16, and no failure."""
+
+Asked = Callable[[], frozenset[Wish]]
+"""What this rank has been asked for."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class StepReport:
 
     ``step`` counts from 1. ``loss`` is the mean over the ``trained`` tokens of all ranks and
     micro-batches, ``grad_norm`` the global norm before clipping. ``tokens``, ``rows`` (documents)
-    and ``trained`` are of all ranks. ``skipped`` says why the weights were left as they are.
+    and ``trained`` are of all ranks. ``skipped`` says why the weights were left as they are,
+    ``asked`` what any rank was asked for when the step was done.
     """
 
     step: int
@@ -42,6 +51,7 @@ class StepReport:
     trained: int
     seconds: float
     skipped: str = ""
+    asked: frozenset[Wish] = frozenset()
 
 
 @dataclass
@@ -49,6 +59,7 @@ class Window:
     """Sums over several steps, so that a reported loss is the mean over all their tokens.
 
     Counts are Python integers: exact at any size. A step without trained tokens weighs nothing.
+    ``untimed`` tokens are of steps whose ``seconds`` are not in it: another run has taken them.
     """
 
     steps: int = 0
@@ -57,6 +68,7 @@ class Window:
     trained: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    untimed: int = 0
     _nll: float = field(default=0.0, repr=False)
 
     def add(self, report: StepReport) -> None:
@@ -82,7 +94,7 @@ class Window:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all ranks, padding not counted, by the time the steps took."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+        return (self.tokens - self.untimed) / self.seconds if self.seconds else 0.0
 
 
 def train_steps(
@@ -94,31 +106,41 @@ def train_steps(
     world: World,
     *,
     done: int = 0,
+    skipped_before: int = 0,
+    asked: Asked = frozenset,
 ) -> Iterator[StepReport]:
     """Run optimizer steps ``done + 1`` to ``plan.total_steps``, yielding after each.
 
-    Every rank calls it with the same ``done`` (steps that a checkpoint holds). Between two steps
-    the caller may evaluate or save: no gradient is alive then. Raises ``RuntimeError`` when a
-    parameter got no gradient, or when too many gradients in a row were not finite.
+    Every rank calls it with the same ``done`` (steps that a checkpoint holds, ``skipped_before`` of
+    them without an update). The learning rate follows the updates: a skipped step uses up none of
+    the schedule. Between two steps the caller may evaluate or save: no gradient is alive then.
+    What a rank was ``asked`` for is known to all after the step, by the collective that the loss
+    takes in any case; a step without trained tokens has none, and carries nothing.
+    Raises ``RuntimeError`` when a parameter got no gradient, or when too many gradients in a row
+    were not finite.
     """
     root.train()
     with closing(prepared_ahead(order, done, plan.total_steps)) as batches:
         failures = 0
+        updates = done - skipped_before
         for step in range(done + 1, plan.total_steps + 1):
             started = time.perf_counter()
             work = next(batches)
             rate = learning_rate(
-                step,
+                updates + 1,
                 plan.config.train,
                 warmup_steps=plan.warmup_steps,
                 total_steps=plan.total_steps,
+                decay_steps=plan.decay_steps,
             )
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, norm, skipped = _step(
-                root, optimizer, strategy, work, world, plan.config.train.max_grad_norm
+            loss, norm, skipped, wishes = _step(
+                root, optimizer, strategy, work, world, plan.config.train.max_grad_norm, asked
             )
-            failures = failures + 1 if skipped and work.trained_total else 0
+            updates += not skipped
+            if skipped != SCALE_LOWERED:
+                failures = failures + 1 if skipped == NOT_FINITE else 0
             yield StepReport(
                 step=step,
                 loss=loss,
@@ -129,6 +151,7 @@ def train_steps(
                 trained=work.trained_total,
                 seconds=time.perf_counter() - started,
                 skipped=skipped,
+                asked=wishes,
             )
             if failures >= MAX_SKIPPED_IN_A_ROW:
                 raise RuntimeError(
@@ -156,28 +179,56 @@ def _step(
     work: StepBatches,
     world: World,
     max_norm: float,
-) -> tuple[float, float, str]:
-    """One optimizer step: mean loss, gradient norm, and why the weights were not touched."""
+    asked: Asked,
+) -> tuple[float, float, str, frozenset[Wish]]:
+    """One optimizer step: mean loss, gradient norm, why the weights were not touched, and what any
+    rank was asked for."""
     parameters = {name: p for name, p in root.named_parameters() if p.requires_grad}
     assert all(p.grad is None for p in parameters.values()), "a gradient outlived its step"
     if work.trained_total == 0:
         # Known from the index, so all ranks leave here together.
-        return 0.0, 0.0, "no trained token"
+        return 0.0, 0.0, "no trained token", frozenset()
     total = back_propagate(root, strategy, work, world)
-    _check_gradients(parameters)
+    missing = strategy.missing_gradients(root)
+    if missing:
+        # The wrapper did not reduce, or a weight is not used.
+        raise RuntimeError(
+            f"{len(missing)} of {len(parameters)} trainable parameters got no gradient: "
+            f"{', '.join(missing[:5])}"
+        )
     norm = strategy.grad_norm_and_clip(parameters.values(), max_norm)
+    sums = torch.cat([total[None], as_numbers(asked(), world.device)])
     if world.size > 1:
-        dist.all_reduce(total)
+        dist.all_reduce(sums)
     # The one moment in a step at which the host waits for the device.
-    norm_value, loss_sum = torch.stack([norm.double(), total]).tolist()
+    values = torch.cat([norm.double().to(total.device)[None], sums]).tolist()
+    norm_value, loss_sum = values[:2]
+    wishes = as_wishes(values[2:])
     loss = loss_sum / work.trained_total
-    skipped = "" if math.isfinite(norm_value) else "the gradient is not finite"
-    if not skipped:
-        if norm_value == 0 and loss > 0:
-            raise RuntimeError(f"the gradient of all parameters is zero at a loss of {loss}")
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss, norm_value, skipped
+    finite = math.isfinite(norm_value)
+    if norm_value == 0 and loss > 0:
+        raise RuntimeError(f"the gradient of all parameters is zero at a loss of {loss}")
+    lowered = strategy.update(optimizer, finite=finite)
+    if finite:
+        return loss, norm_value, "", wishes
+    # Where the loss itself is not finite, no other scale of it would help.
+    skipped = SCALE_LOWERED if lowered and math.isfinite(loss) else NOT_FINITE
+    return loss, norm_value, skipped, wishes
+
+
+def as_numbers(wishes: frozenset[Wish], device: str) -> Tensor:
+    """Wishes to sum over the ranks: (number of wishes,) fp64. Nothing is copied to the device: that
+    would wait for it."""
+    numbers = torch.zeros(len(Wish), dtype=torch.float64, device=device)
+    for place, wish in enumerate(Wish):
+        if wish in wishes:
+            numbers[place].fill_(1.0)
+    return numbers
+
+
+def as_wishes(sums: Sequence[float]) -> frozenset[Wish]:
+    """What any rank wished for."""
+    return frozenset(wish for wish, ranks in zip(Wish, sums, strict=True) if ranks)
 
 
 def back_propagate(root: nn.Module, strategy: Strategy, work: StepBatches, world: World) -> Tensor:
@@ -192,16 +243,6 @@ def back_propagate(root: nn.Module, strategy: Strategy, work: StepBatches, world
         batch = batch.to(world.device)
         with strategy.accumulate(root, last=number == len(work.batches)):
             loss = root(**batch.inputs())
-            (loss * scale).backward()
+            strategy.backward(root, loss * scale)
         total += loss.detach()
     return total
-
-
-def _check_gradients(parameters: dict[str, nn.Parameter]) -> None:
-    """A missing gradient means that the wrapper did not reduce, or that a weight is not used."""
-    missing = [name for name, p in parameters.items() if p.grad is None]
-    if missing:
-        raise RuntimeError(
-            f"{len(missing)} of {len(parameters)} trainable parameters got no gradient: "
-            f"{', '.join(missing[:5])}"
-        )

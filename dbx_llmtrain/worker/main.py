@@ -1,59 +1,79 @@
 """One rank's story: ``python -m dbx_llmtrain.worker.main plan.json``, also under torchrun.
 
 Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as any launcher sets them; one rank without.
+Under TF_CONFIG one call per node will do: it starts the ranks of that node.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dbx_llmtrain import logs
-from dbx_llmtrain.records import RankResult, RunPlan
+from dbx_llmtrain.errors import ConfigError
+from dbx_llmtrain.outcomes import RankResult
+from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.worker import caches, reporting, requests, torchrun
 from dbx_llmtrain.worker.world import launcher_environment, leave_process, open_world
 
 
 def run(plan: RunPlan) -> RankResult:
     """Train as planned. Every rank calls it; what rank 0 returns is the run's result.
 
-    Raises ``StagingError``, ``ClusterError``, ``ConfigError``, ``CheckpointError``, or whatever
-    went wrong in a step.
+    Raises ``StagingError``, ``ClusterError``, ``ConfigError``, ``CheckpointError``, ``Stopped``
+    where it was asked to end, or whatever went wrong in a step.
     """
-    from dbx_llmtrain.worker import generation, loop, model, reporting, session
+    from dbx_llmtrain.worker import (
+        compute,
+        exports,
+        folders,
+        generation,
+        jobs,
+        loop,
+        lora,
+        session,
+        starting,
+        weights,
+    )
+    from dbx_llmtrain.worker.parallel import zero_ops
 
     rank = int(launcher_environment(os.environ).get("RANK", "0"))
-    with reporting.reporting(plan, rank) as report, session.scratch_folder(plan, rank) as scratch:
+    with (
+        reporting.reporting(plan, rank) as report,
+        folders.scratch_folder(plan, rank) as scratch,
+        zero_ops.offloading(plan, rank, tell=report.phase),
+    ):
         report.phase("looking for model and data")
-        folders = session.stage(plan, scratch)
-        ends = generation.check_generation_config(folders.model, plan.data.end_tokens)
+        staged = folders.stage(plan, scratch)
+        ends = generation.check_generation_config(staged.model, plan.data.end_tokens)
         report.phase("waiting for all ranks")
         with open_world(use_gpu=plan.use_gpu) as world:
-            report.phase("loading the model")
-            network = model.load_model(
-                folders.model,
-                attention=plan.attention,
-                objective=plan.config.data.objective,
-                trusted=plan.config.model.trust_remote_code,
+            report.phase(session.LOADING)
+            fill = weights.Fill(plan, staged.model, world)
+            network = lora.adapt(fill.build(), plan)
+            notes = compute.prepare(network, plan)
+            job = jobs.set_up(plan, world, network, fill, staged, report)
+            progress, origin = starting.resume(job)
+            told = [*fill.notes, *lora.notes(network), *notes, *job.probe.reasons, *origin]
+            report.started(
+                progress.step, [*ends.notes, *world.notes, *told], origin=progress.now.saved
             )
-            model.check_same_weights(network)
-            job = session.set_up(plan, world, network, folders, report)
-            progress = session.resume(job)
-            report.started(progress.step, [*ends.notes, *job.probe.reasons])
-            session.evaluate_first(job, progress)
-            for step in loop.train_steps(
-                plan, job.root, job.optimizer, job.strategy, job.order, world, done=progress.step
-            ):
-                session.finish_step(job, progress, step)
-            session.evaluate_last(job, progress)
-            session.save(job, progress)
+            with session.steered(job) as control:
+                done = session.begin(job, progress, control)
+                for step in loop.train_steps(
+                    plan, job.root, job.optimizer, job.strategy, job.order, world,
+                    done=done, skipped_before=progress.seen.skipped, asked=control.asked.wanted,
+                ):  # fmt: skip
+                    if session.finish_step(job, progress, control, step):
+                        break
+                session.end(job, progress, control)
+            whole = None if progress.now.cut else exports.collect_export(job)
+            best = session.find_best(job, progress)
             metrics = session.measure(job, progress)
-            whole = session.collect_export(job)
-        path = session.write_export(job, whole, ends)
-        result = RankResult(
-            steps=progress.step, metrics=metrics, checkpoint=str(progress.saved), model_path=path
-        )
+        path = exports.write_export(job, whole, ends)
+        result = session.conclude(job, progress, metrics, path, best)
         report.finished(result)
     return result
 
@@ -63,16 +83,43 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         sys.stderr.write("usage: python -m dbx_llmtrain.worker.main plan.json\n")
         return 2
-    plan = RunPlan.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
+    with reporting.handed_over():
+        plan = RunPlan.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
+        torchrun.become_launcher(plan.world_size, argv[0])
+        _set_up(plan)
+        story(plan)(plan)
+    return 0
+
+
+def story(plan: RunPlan) -> Callable[[RunPlan], RankResult]:
+    """What a rank does with a plan: ``run``, or where nothing is trained ``evaluating.run``."""
+    if plan.purpose == "evaluate":
+        from dbx_llmtrain.worker import evaluating
+
+        return evaluating.run
+    return run
+
+
+def _set_up(plan: RunPlan) -> None:
+    """What has to be before anything heavy is imported, and the libraries' own output."""
     os.environ.update(plan.config.cluster.env)
+    os.environ.update(caches.variables(os.environ, plan.config.cluster.env, plan.local_dir))
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         logging.set_verbosity(logs.of_libraries(plan.config.tracking.log_level))
-    run(plan)
-    return 0
+
+
+def _code(argv: Sequence[str]) -> int:
+    """``main`` for a process. The words of a ``ConfigError`` say it all, as do those of a rank that
+    was stopped: its traceback is for the log alone where there is one."""
+    try:
+        return main(argv)
+    except (ConfigError, requests.Stopped) as error:
+        reporting.say_failure(error)
+        return 1 if isinstance(error, ConfigError) else requests.STOPPED_CODE
 
 
 if __name__ == "__main__":
-    leave_process(main(sys.argv[1:]))
+    leave_process(_code(sys.argv[1:]))

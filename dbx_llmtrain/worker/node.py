@@ -7,7 +7,6 @@ known to be installed on a node. A node is identified by ``node_id()`` and guard
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import importlib
 import importlib.metadata
@@ -20,7 +19,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -28,20 +26,17 @@ from typing import IO, Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.errors import StagingError
-from dbx_llmtrain.worker import copies, gpus
+from dbx_llmtrain.worker import builds, copies, gpus
 
 NODE_VARIABLE = "DBX_LLMTRAIN_NODE"
 _DATABRICKS_DISK = "/local_disk0"
 _HOUR = 3600
 _STAGED = ".staged"
 """Marker of a finished copy, in its folder."""
-_COPIES_AT_ONCE = 4
-_SPARE_BYTES = 16 * 1024 * 1024
-"""Left free on the disk after a copy, for logs and the like."""
 _PACKAGES = (
     "torch", "transformers", "datasets", "tokenizers", "safetensors", "accelerate", "peft",
     "deepspeed", "mlflow", "mlflow-skinny", "pyspark", "pyarrow", "pandas", "numpy", "pydantic",
-    "huggingface-hub",
+    "huggingface-hub", "bitsandbytes", "liger-kernel",
 )  # fmt: skip
 
 
@@ -131,7 +126,7 @@ def report(setting: str | None = None, driver_host: str | None = None) -> dict[s
     if disk.error:
         folder = setting or ""
         problems.append(disk.text())
-    total, available = _memory()
+    total, available = memory()
     return {
         "node": node_id(),
         "host": socket.gethostname(),
@@ -144,6 +139,7 @@ def report(setting: str | None = None, driver_host: str | None = None) -> dict[s
         "disk_free": free,
         "python": platform.python_version(),
         "packages": _versions(),
+        "tools": builds.find_tools(),
         "problem": "; ".join(problems),
     }
 
@@ -159,7 +155,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _memory() -> tuple[int, int]:
+def memory() -> tuple[int, int]:
     """Total and available bytes: the machine's, or the container's where that has a lower limit."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -293,7 +289,7 @@ def stage(artifact: dict[str, Any], setting: str | None = None) -> Path:
             storage.remove(partial)  # what a killed copy left
             storage.remove(target)
             try:
-                _copy(artifact, partial)
+                copies.copy_files(artifact, partial, node_id())
                 storage.write_text(partial / _STAGED, artifact["fingerprint"])
                 partial.replace(target)
             finally:
@@ -331,56 +327,3 @@ def _is_complete(target: Path, files: Sequence[dict[str, Any]]) -> bool:
     except OSError:
         return False
     return (target / _STAGED).is_file() and sizes == [entry["size"] for entry in files]
-
-
-def _copy(artifact: dict[str, Any], partial: Path) -> None:
-    """Every file of the artifact, several at a time. The first fault, in their order, is raised."""
-    source = storage.local_path(artifact["source"])
-    if not source.is_dir():
-        raise _fault(f"{source} is no folder here: it has to be on storage that every node sees")
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise _fault(f"{partial} cannot be made ({error}): set cluster.local_dir") from error
-    _check_space(artifact, partial)
-    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-        copies = [pool.submit(_copy_one, source, partial, entry) for entry in artifact["files"]]
-        try:
-            for copy in copies:
-                copy.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _check_space(artifact: dict[str, Any], partial: Path) -> None:
-    needed = sum(entry["size"] for entry in artifact["files"])
-    free = shutil.disk_usage(partial).free
-    if free < needed + _SPARE_BYTES:
-        root = partial.parent.parent
-        raise _fault(
-            f"{root} has {free:,} bytes free, {needed:,} are needed for {artifact['source']}: "
-            f"delete old copies in {root}, use a bigger disk, or set cluster.local_dir"
-        )
-
-
-def _copy_one(source: Path, partial: Path, entry: dict[str, Any]) -> None:
-    origin, copy = source / entry["path"], partial / entry["path"]
-    try:
-        digest = storage.copy_file(origin, copy)
-        size = copy.stat().st_size
-    except FileNotFoundError:
-        raise _fault(f"{origin} is missing: expected {entry['size']:,} bytes") from None
-    except OSError as error:
-        full = ": free some space or set cluster.local_dir" if error.errno == errno.ENOSPC else ""
-        raise _fault(f"{origin} cannot be copied to {copy} ({error}){full}") from error
-    if (size, digest) != (entry["size"], entry["sha256"]):
-        raise _fault(
-            f"{origin} is not the file that was registered: expected {entry['size']:,} bytes with "
-            f"SHA-256 {entry['sha256']}, found {size:,} bytes with {digest}; it was changed "
-            "meanwhile or is damaged: start again from its source"
-        )
-
-
-def _fault(cause: str) -> StagingError:
-    return StagingError("files", {node_id(): cause})

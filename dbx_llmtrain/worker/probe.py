@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dbx_llmtrain.worker.data import IGNORED, Batch, lay_out
 from dbx_llmtrain.worker.loss import LossModule, inference
+from dbx_llmtrain.worker.whole import shape_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def probe(root: nn.Module, module: LossModule, *, device: str, max_length: int) 
     """
     module.own_logits = module.padded = False
     draw = np.random.default_rng(0)
-    vocabulary = module.model.get_input_embeddings().weight.shape[0]
+    vocabulary = shape_of(module.model.get_input_embeddings().weight)[0]
     # (Where positions start late, they are counted by the tokens that are not padding.)
     lowest = module.first_position
     documents = [draw.integers(lowest, vocabulary, length) for length in (7, 5, 9)]

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import tempfile
+import textwrap
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +19,25 @@ import click
 
 from dbx_llmtrain import channel, logs, storage
 from dbx_llmtrain.events import EVENTS_FILE, Event, EventLog, Kind
-from dbx_llmtrain.records import RankResult, RunPlan
+from dbx_llmtrain.outcomes import RankResult
+from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.worker import failures, requests
 from dbx_llmtrain.worker.output import LOG_ONLY, LOG_ONLY_VARIABLE
 
 if TYPE_CHECKING:
+    from dbx_llmtrain.outcomes import Sample
     from dbx_llmtrain.tracking import RankTracker
     from dbx_llmtrain.worker.evaluate import EvalReport
     from dbx_llmtrain.worker.loop import StepReport, Window
+    from dbx_llmtrain.worker.saving import Saved
 
 RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
-"""Names the folder in which a rank leaves ``step``, ``result.json`` and ``failure.json``.
+"""Names the folder in which a rank leaves ``step``, ``result.json``, ``failure.json`` and, when it
+was told to end and saves before, ``saving``.
 
 Its owner removes it, also after a rank that was killed, so what a rank writes meanwhile is there.
 """
+FAILURE = "failure.json"
 
 _LIGHT_S = 2.0
 """Seconds between two messages of where this rank is, at least."""
@@ -43,7 +51,8 @@ _AROUND = (
 """Files whose frames stand above every failure and say nothing about it."""
 
 
-def _rank_dir() -> Path | None:
+def rank_dir() -> Path | None:
+    """The folder that the supervisor of this rank has named, if there is one."""
     folder = os.environ.get(RANK_DIR)
     return Path(folder) if folder else None
 
@@ -52,8 +61,8 @@ class Handover:
     """Files for the process that started this one, where it named a folder for them."""
 
     def __init__(self) -> None:
-        self._folder = _rank_dir()
-        self._step = 0
+        self._folder = rank_dir()
+        self._step: int | None = None
 
     def step(self, step: int) -> None:
         """The last step that was finished."""
@@ -67,24 +76,53 @@ class Handover:
             storage.write_text(self._folder / "result.json", result.model_dump_json())
 
     def failure(self, error: BaseException) -> None:
-        """Why this rank failed."""
+        """Why this rank failed; without a step where it never came to the first one."""
         if self._folder:
-            text = json.dumps(describe(error) | {"step": self._step})
-            storage.write_text(self._folder / "failure.json", text)
+            stopped = isinstance(error, requests.Stopped)
+            text = json.dumps(describe(error) | {"step": self._step, "stopped": stopped})
+            storage.write_text(self._folder / FAILURE, text)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """``error`` in one line, and its traceback from where the rank's own work begins."""
+    """``error`` in one line, what it comes of where that is known, and its traceback from where the
+    rank's own work begins."""
     report = traceback.TracebackException.from_exception(error)
     while len(report.stack) > 1 and report.stack[0].filename in _AROUND:
         del report.stack[0]
-    return {"error": f"{type(error).__name__}: {error}", "traceback": "".join(report.format())}
+    return {
+        "error": f"{type(error).__name__}: {error}",
+        "cause": failures.cause_of_error(error),
+        "traceback": "".join(report.format()),
+    }
+
+
+@contextlib.contextmanager
+def handed_over() -> Iterator[None]:
+    """For what a rank does before it reports: a failure is handed over to its supervisor. One that
+    is handed over already, with its step, stays."""
+    try:
+        yield
+    except BaseException as error:
+        home = rank_dir()
+        if home and not (home / FAILURE).exists():
+            Handover().failure(error)
+        raise
+
+
+def say_failure(error: BaseException) -> None:
+    """Print ``error`` in its own words, after its traceback, which is for the log alone where this
+    rank's supervisor keeps one."""
+    mark = LOG_ONLY if rank_dir() else ""
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        click.echo(f"{mark}{line}", err=True)
+    if mark:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
 
 
 @contextlib.contextmanager
 def reporting(plan: RunPlan, rank: int) -> Iterator[Reporter]:
     """This rank's ``Reporter``. A failure is handed over and reported before anything is closed."""
-    home = _rank_dir()
+    home = rank_dir()
     if home:
         home.mkdir(parents=True, exist_ok=True)
     with (
@@ -110,7 +148,10 @@ class Reporter:
         self._began = time.perf_counter()
         self._handover = Handover()
         self._step = 0
+        self._over = False
         self._phase = ""
+        self._entered = self._began
+        self._spent: dict[str, float] = defaultdict(float)
         self._rank = rank
         self._said_step = float("-inf")
         self._live = channel.client(os.environ)
@@ -133,41 +174,53 @@ class Reporter:
     def phase(self, name: str) -> None:
         """What this rank is about to do, as a participle: ``loading the model``."""
         if name != self._phase:
-            self._phase = name
+            now = time.perf_counter()
+            self._spent[self._phase] += now - self._entered
+            self._phase, self._entered = name, now
             self._emit("phase", phase=name)
 
-    def started(self, step: int, notes: Sequence[str]) -> None:
-        """All is set up; ``step`` steps have been done before, by an earlier attempt."""
+    def spent(self, phase: str) -> float:
+        """Seconds in this phase so far, without the present time in it."""
+        return self._spent[phase]
+
+    def started(self, step: int, notes: Sequence[str], *, origin: Path | None = None) -> None:
+        """All is set up; ``step`` steps have been done before, by an earlier attempt, as in the
+        checkpoint ``origin``. A note that begins with ``Warning:`` is one."""
         self._step = step
         self._handover.step(step)
         plan = self._plan
-        origin = f", resumed from {plan.resume_from}" if plan.resume_from else ""
-        self._say(
-            f"{plan.world_size} rank(s), {plan.strategy}, {plan.precision}, "
-            f"{plan.total_steps} steps of {plan.global_batch_size}{origin}"
-        )
+        resumed = f", resumed from {origin}" if origin else ""
+        steps = f"{plan.total_steps} steps of {plan.global_batch_size}{resumed}"
+        what = steps if plan.purpose == "train" else "evaluation"
+        self._say(f"{plan.world_size} rank(s), {plan.strategy}, {plan.precision}, {what}")
         for note in notes:
-            self._say(f"note: {note}")
-        self._emit("started", notes=list(notes), resumed_from=plan.resume_from)
-        self._go_on()
+            alarming = note.startswith("Warning:")
+            self._say(
+                note if alarming else f"note: {note}", logging.WARNING if alarming else logging.INFO
+            )
+        self._emit("started", notes=list(notes), resumed_from=str(origin) if origin else None)
+        self.go_on()
 
-    def step(self, report: StepReport, window: Window, seen: Window, memory: int) -> bool:
+    def step(
+        self, report: StepReport, window: Window, seen: Window, memory: int, *, last: bool = False
+    ) -> bool:
         """A step was done. Returns whether it was reported, so that a new window begins.
 
         ``window`` has what has been since the last report, ``seen`` everything since the run began,
-        ``memory`` is this rank's peak in bytes.
+        ``memory`` is this rank's peak in bytes; the ``last`` step is always reported.
         """
         self._step = report.step
+        self._over = last
         self._handover.step(report.step)
         if report.skipped:
             text = f"step {report.step}: weights left as they are, {report.skipped}"
             self._say(text, logging.WARNING)
         self._say_step()
-        every, last = self._plan.config.train.log_every, self._plan.total_steps
-        if report.step % every and report.step != last:
+        every, total = self._plan.config.train.log_every, self._plan.total_steps
+        if report.step % every and not last:
             return False
         self._say(
-            f"step {report.step}/{last}  loss {window.loss:.4f}  "
+            f"step {report.step}/{total}  loss {window.loss:.4f}  "
             f"lr {report.learning_rate:.3g}  grad norm {report.grad_norm:.3g}  "
             f"{window.tokens_per_second:,.0f} tokens/s",
             logging.NOTSET,  # the driver shows it in a way of its own
@@ -188,26 +241,66 @@ class Reporter:
             self._emit("step", metrics)
         return True
 
-    def evaluated(self, reports: Mapping[str, EvalReport]) -> None:
-        """Held-out rows were evaluated: ``eval`` (all of them), ``eval_<name>`` each, or ``test``.
+    def evaluated(
+        self, reports: Mapping[str, EvalReport], own: Mapping[str, float] | None = None
+    ) -> None:
+        """The model was evaluated: ``eval`` (all held-out rows), ``eval_<name>`` each, or ``test``;
+        with ``best_`` in front those of the best model. ``own``: the user's metrics.
 
         The event has the rows and tokens of the first.
         """
         metrics: dict[str, float] = {}
         for name, report in reports.items():
-            which = "held-out" + name.removeprefix("eval").replace("_", " ", 1)
-            which = "test" if name == "test" else which
-            self._say(f"step {self._step}: {which} loss {report.loss:.4f} over {report.rows} rows")
+            self._say(
+                f"step {self._step}: {_told_set(name)} loss {report.loss:.4f} over {report.rows} "
+                "rows"
+            )
             metrics |= {f"{name}_loss": report.loss, f"{name}_perplexity": report.perplexity}
-        first = next(iter(reports.values()))
-        self._emit("eval", metrics, rows=first.rows, trained_tokens=first.trained_tokens)
-        self._go_on()
+        for name, value in (own or {}).items():
+            self._say(f"step {self._step}: {name} {value:.6g}")
+        first = next(iter(reports.values()), None)
+        counts = {"rows": first.rows, "trained_tokens": first.trained_tokens} if first else {}
+        self._emit("eval", metrics | dict(own or {}), **counts)
+        self.go_on()
+
+    def sampled(self, samples: Sequence[Sample]) -> None:
+        """The sample prompts were answered: shortened where it is printed, whole in the event."""
+        for sample in samples:
+            prompt = " ".join(sample.prompt.split())
+            prompt = prompt if len(prompt) <= 60 else f"... {prompt[-60:]}"
+            text = textwrap.shorten(sample.text, 200, placeholder=" ...")
+            self._say(f"step {self._step}: {prompt} -> {text or '(nothing)'}")
+        self._emit("samples", samples=[sample.model_dump() for sample in samples])
+        self.go_on()
+
+    def checkpointed(self, saved: Saved) -> None:
+        """A checkpoint is complete, or could not be written; training goes on either way."""
+        if saved.error:
+            self._say(f"step {saved.step}: no checkpoint: {saved.error}", logging.WARNING)
+            return
+        self._say(f"step {saved.step}: checkpoint in {saved.folder}")
+        self._emit(
+            "checkpoint",
+            step=saved.step,
+            path=str(saved.folder),
+            seconds=saved.seconds,
+            seconds_stalled=saved.seconds_stalled,
+            bytes=saved.bytes,
+        )
+
+    def publish(self) -> None:
+        """Bring the events so far to the run folder, in whatever thread."""
+        if self._log:
+            self._log.publish()
+
+    def warn(self, text: str) -> None:
+        """Something did not work that the run does not need."""
+        self._say(text, logging.WARNING)
 
     def saved(self, kind: Kind, path: Path) -> None:
-        """A ``checkpoint`` or an ``export`` is complete."""
+        """An ``export`` is complete."""
         self._say(f"step {self._step}: {kind} in {path}")
         self._emit(kind, path=str(path))
-        self._go_on()
 
     def finished(self, result: RankResult) -> None:
         """The run is over on this rank."""
@@ -230,14 +323,20 @@ class Reporter:
         if self._tracker:
             self._tracker.close(patience_s)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """After what happens between steps: the next step, where there is one."""
-        if self._step < self._plan.total_steps:
+        if self._step < self._plan.total_steps and not self._over:
             self.phase("training")
 
-    def _emit(self, kind: Kind, metrics: dict[str, float] | None = None, **data: Any) -> None:
+    def _emit(
+        self,
+        kind: Kind,
+        metrics: dict[str, float] | None = None,
+        step: int | None = None,
+        **data: Any,
+    ) -> None:
         if self._log and self._tracker:
-            event = self._log.emit(kind, self._step, metrics, **data)
+            event = self._log.emit(kind, self._step if step is None else step, metrics, **data)
             self._tracker.log(event)
             self._tell(event)
         elif self._live and kind in ("phase", "started", "failed", "finished"):
@@ -268,6 +367,13 @@ class Reporter:
         """Print a line of the run, on rank 0. Below the level that is shown it is for the log."""
         if self._log:
             click.echo(f"{'' if level >= self._shown else self._log_only}{line}")
+
+
+def _told_set(name: str) -> str:
+    """A set of rows in words: ``held-out``, ``held-out code``, ``test`` ... of the best model."""
+    of_best, name = name.startswith("best_"), name.removeprefix("best_")
+    told = "held-out" + name.removeprefix("eval").replace("_", " ", 1)
+    return ("test" if name == "test" else told) + (" (best model)" if of_best else "")
 
 
 def _keep_earlier(shared: Path, local: Path) -> None:

@@ -1,368 +1,293 @@
-"""The parts of a rank's story: what is set up once, and what happens between the steps."""
+"""What happens around the steps of a run: before the first one, between them, after the last."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
 import resource
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.custom_code import private_modules
-from dbx_llmtrain.errors import CheckpointError, ClusterError, Finding
-from dbx_llmtrain.planning import identity
-from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.text.prepared import Split
-from dbx_llmtrain.worker import checkpoint, export, node
-from dbx_llmtrain.worker.data import Order
-from dbx_llmtrain.worker.evaluate import EvalReport, combined, evaluate
-from dbx_llmtrain.worker.export import Collected
-from dbx_llmtrain.worker.generation import Generation
-from dbx_llmtrain.worker.loop import StepReport, Window
-from dbx_llmtrain.worker.loss import LossModule
-from dbx_llmtrain.worker.masking import Masking, make_masking
-from dbx_llmtrain.worker.model import load_tokenizer
-from dbx_llmtrain.worker.optim import build_optimizer
-from dbx_llmtrain.worker.parallel import Strategy, make_strategy
-from dbx_llmtrain.worker.probe import ProbeResult, probe
-from dbx_llmtrain.worker.reporting import Reporter
+from dbx_llmtrain.errors import CheckpointError
+from dbx_llmtrain.outcomes import RankResult
+from dbx_llmtrain.resuming import held_out, identity, is_of_another_run
+from dbx_llmtrain.worker import evaluations, exports, judging, requests, saving
+from dbx_llmtrain.worker.jobs import Job, Progress
+from dbx_llmtrain.worker.loop import StepReport, Window, as_numbers, as_wishes
+from dbx_llmtrain.worker.pace import Pace
+from dbx_llmtrain.worker.reporting import rank_dir
+from dbx_llmtrain.worker.requests import LEAVE, SAVE, STOP, Requests, Stopped
+from dbx_llmtrain.worker.saving import Saved, Saver
+from dbx_llmtrain.worker.starting import by_rank_0, note_metrics, place
 from dbx_llmtrain.worker.world import World
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+LOADING = "loading the model"
+"""The phase in which a rank makes its model."""
 
-EXPORT = "export"
-"""Folder of the exported model in the run folder."""
-
-EVAL, TEST = "eval", "test"
+TRIAL = "trial"
+"""Why a run stops that was planned to be left after ``RunPlan.stop_after``."""
 
 
 @dataclass(frozen=True)
-class Folders:
-    """On this node's own disk: the staged model and data, and this rank's temporary files."""
+class Control:
+    """What a run is steered by while it takes steps."""
 
-    model: Path
-    data: Path
-    scratch: Path
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that stays the same from the first step to the last."""
-
-    plan: RunPlan
-    world: World
-    folders: Folders
-    model: nn.Module
-    root: nn.Module
-    strategy: Strategy
-    optimizer: torch.optim.Optimizer
-    order: Order
-    held_out: Mapping[str, Split]
-    """Splits to evaluate, by name: ``eval`` or ``eval-<name>``, and ``test``."""
-    probe: ProbeResult
-    reporter: Reporter
-
-
-@dataclass
-class Progress:
-    """How far the run is; goes into every checkpoint, so that a resumed run reports the whole.
-
-    ``seen`` sums over all steps (the loss of those that were skipped for not being finite is left
-    out), ``window`` over those since the last report.
-    """
-
-    step: int = 0
-    seen: Window = field(default_factory=Window)
-    window: Window = field(default_factory=Window)
-    initial_eval_loss: float | None = None
-    eval_loss: float | None = None
-    losses: dict[str, float] = field(default_factory=dict)
-    """Last losses of the splits with a name: ``eval_<name>_loss``, ``test_loss``."""
-    seconds_to_first_step: float | None = None
-    saved: Path | None = None
-    """The checkpoint that was saved last, or resumed from."""
-    timed: bool = False
-    """Whether this attempt has measured ``seconds_to_first_step``."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
-        state = asdict(self)
-        del state["saved"], state["timed"]
-        return state
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any], saved: Path) -> Progress:
-        """The progress that a checkpoint keeps."""
-        windows = {name: Window(**state[name]) for name in ("seen", "window")}
-        return cls(**(state | windows), saved=saved)
-
-
-def stage(plan: RunPlan, scratch: Path) -> Folders:
-    """Copies of model and data on this node, made by the first rank that needs them."""
-    model, data = (
-        node.stage(artifact.model_dump(), plan.local_dir)
-        for artifact in (plan.model.artifact, plan.data.artifact)
-    )
-    return Folders(model, data, scratch)
+    asked: Requests
+    saver: Saver
+    pace: Pace
 
 
 @contextmanager
-def scratch_folder(plan: RunPlan, rank: int) -> Iterator[Path]:
-    """A folder for this rank's temporary files on the node's own disk, gone afterwards.
+def steered(job: Job) -> Iterator[Control]:
+    """For as long as the block lasts the run can be asked to save and to end, and saves."""
+    most, sets = job.plan.config.train.eval_max_rows, dict(job.held_out)
+    whole = sum(map(len, sets.values()))
+    sets.pop(evaluations.TEST, None)
+    between = sum(min(len(split), most or len(split)) for split in sets.values())
+    opening = job.reporter.spent(LOADING)
+    pace = Pace(job.plan, between=between, whole=whole, opening=opening)
 
-    What a killed attempt of the same run left behind is removed, too. Code that comes with the
-    model is imported from below it.
+    def tell(saved: Saved) -> None:
+        if not saved.error:
+            pace.saved(saved.seconds, saved.bytes)
+        job.reporter.checkpointed(saved)
+
+    with (
+        requests.listening(job.plan, job.world.rank, home=rank_dir()) as asked,
+        saving.saving(
+            job.plan, job.world, job.folders.scratch, tell=tell, publish=job.reporter.publish
+        ) as saver,
+    ):
+        yield Control(asked, saver, pace)
+
+
+def begin(job: Job, progress: Progress, control: Control) -> int:
+    """What comes before the next step: the first evaluation, one that was due when the run was
+    left, or one by which it is judged anew. Returns the steps that are done: all of them where
+    early stopping has ended the run.
+
+    Raises ``ConfigError`` where the evaluations lack ``checkpoint.metric``.
     """
-    run = hashlib.sha256(plan.run_dir.encode()).hexdigest()[:16]
-    runs = node.local_dir(plan.local_dir) / "scratch" / run
-    runs.mkdir(parents=True, exist_ok=True)
-    for other in runs.iterdir():
-        if other.name != plan.attempt:
-            storage.remove(other)
-    folder = runs / plan.attempt / str(rank)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with private_modules(folder, wanted=plan.config.model.trust_remote_code):
-            yield folder
-    finally:
-        storage.remove(folder)
-        with suppress(OSError):  # not empty: another rank is not done yet
-            folder.parent.rmdir()
-            runs.rmdir()
+    config = job.plan.config
+    with _timed(job, control.pace):
+        evaluations.evaluate_first(job, progress)
+    missed = progress.evaluated != progress.step and _evaluation_due(job, progress.step)
+    if not missed and not progress.now.anew:
+        judging.check_metric(config, _names(progress))
+    elif progress.step < job.plan.total_steps:
+        origin = progress.now.saved
+        _evaluate(job, progress, control)
+        if origin is not None and is_of_another_run(job.plan, origin):
+            progress.initial_eval_loss = progress.eval_loss
+        note_metrics(job, progress)
+    if progress.step < job.plan.total_steps:
+        progress.now.stop_reason = judging.enough(config, progress)
+    return job.plan.total_steps if progress.now.stop_reason else progress.step
 
 
-def set_up(
-    plan: RunPlan, world: World, model: nn.Module, folders: Folders, reporter: Reporter
-) -> Job:
-    """Wrap the model, build what trains it, and prove on it that the loss is right.
+def _names(progress: Progress) -> set[str]:
+    """Metrics that an evaluation has, by what the first or last one had."""
+    names = evaluations.of_all_rows(progress)
+    return set(progress.metrics) or set(progress.losses) | set(names)
 
-    Raises ``ClusterError`` where the launcher started another number of ranks than planned.
+
+def finish_step(job: Job, progress: Progress, control: Control, report: StepReport) -> bool:
+    """Count and report a step; evaluate and save where that is due or asked for.
+
+    Returns whether it was the last one; what has to be done after that one is left to ``end``.
     """
-    if world.size != plan.world_size:
-        message = f"the plan is for {plan.world_size} ranks, the launcher started {world.size}"
-        raise ClusterError([Finding("error", "launcher", message)])
-    train, data = plan.config.train, plan.config.data
-    module = LossModule(model, masked=data.objective == "mlm")
-    strategy = make_strategy(plan.strategy, world, plan.precision)
-    root = strategy.wrap(module)
-    optimizer = build_optimizer(model, train)
-    splits = {name: Split(folders.data, name) for name in plan.data.splits}
-    longest = max(int(part.tokens.max(initial=1)) for part in splits.values())
-    probed = probe(root, module, device=world.device, max_length=longest)
-    order = Order(
-        split=splits.pop("train"),
-        seed=train.seed,
-        global_batch=plan.global_batch_size,
-        micro_batch=plan.micro_batch_size,
-        rank=world.rank,
-        world_size=world.size,
-        padded=probed.padded,
-        shuffle=data.shuffle,
-        group_by_length=data.group_by_length,
-        longest_first=data.longest_first,
-        masking=_masking(plan, folders) if module.masked else None,
-    )
-    return Job(
-        plan=plan,
-        world=world,
-        folders=folders,
-        model=model,
-        root=root,
-        strategy=strategy,
-        optimizer=optimizer,
-        order=order,
-        held_out=splits,
-        probe=probed,
-        reporter=reporter,
-    )
+    control.saver.poll()
+    control.pace.step = report.seconds
+    ends = _count(job, progress, report)
+    if not ends and _evaluation_due(job, report.step):
+        ends = _evaluate(job, progress, control)
+    every = job.plan.config.checkpoint.every
+    if not ends and (_due(job, report.step, every) or report.asked & SAVE):
+        save(job, progress, control)
+    control.asked.keep(control.pace.to_come())
+    return ends
 
 
-def _masking(plan: RunPlan, folders: Folders) -> Masking:
-    return make_masking(
-        load_tokenizer(folders.model, trusted=plan.config.model.trust_remote_code),
-        seed=plan.config.train.seed,
-        probability=plan.config.data.mlm_probability,
-        vocab_size=plan.model.vocab_size,
-    )
-
-
-def resume(job: Job) -> Progress:
-    """Where the plan's checkpoint left off, or the beginning; random states are set either way.
-
-    Raises ``CheckpointError`` for a checkpoint that does not fit this run.
-    """
-    plan, world = job.plan, job.world
-    if plan.resume_from is None:
-        _seed(plan.config.train.seed, world.rank, 0)
-        return Progress()
-    folder = storage.local_path(plan.resume_from)
-    # A checkpoint of another number of ranks has no random states for these.
-    _seed(plan.config.train.seed, world.rank, 1)
-    state = checkpoint.load(
-        folder,
-        model=job.model,
-        optimizer=job.optimizer,
-        world=world,
-        identity=identity(plan),
-    )
-    progress = Progress.from_state(state, folder)
-    if progress.step > plan.total_steps:
-        raise CheckpointError(
-            f"{folder} is after step {progress.step}, but the run ends with step "
-            f"{plan.total_steps}: raise train.max_steps or train.epochs"
-        )
-    return progress
-
-
-def _seed(seed: int, rank: int, start: int) -> None:
-    """Seed this rank's generators, differently on every rank: ranks must not drop out alike."""
-    import numpy as np
-    import torch
-
-    drawn = int(np.random.SeedSequence([seed, rank, start]).generate_state(1)[0])
-    random.seed(drawn)
-    np.random.seed(drawn)
-    torch.manual_seed(drawn)
-
-
-def evaluate_first(job: Job, progress: Progress) -> None:
-    """The held-out loss before the first step; a resumed run knows it already."""
-    if progress.step == 0 and progress.initial_eval_loss is None:
-        progress.initial_eval_loss = _evaluate(job, progress)
-
-
-def finish_step(job: Job, progress: Progress, report: StepReport) -> None:
-    """Count and report a step; evaluate and save where that is due.
-
-    The last step is evaluated and saved after the loop.
-    """
+def _count(job: Job, progress: Progress, report: StepReport) -> bool:
+    """Returns whether no other step follows, as the plan has it or as was asked."""
     progress.step = report.step
-    if not progress.timed:
+    if not progress.now.timed:
         progress.seconds_to_first_step = job.reporter.elapsed()
-        progress.timed = True
+        progress.now.timed = True
     progress.window.add(report)
     finite = math.isfinite(report.loss)
     progress.seen.add(report if finite else replace(report, loss=0.0, trained=0))
-    if job.reporter.step(report, progress.window, progress.seen, peak_memory(job.world)):
-        progress.window = Window()
     if report.step < job.plan.total_steps:
-        every = job.plan.config.train.eval_every
-        if every and report.step % every == 0:
-            _evaluate(job, progress)
-        often = job.plan.config.checkpoint.every
-        if often != "never" and report.step % often == 0:
-            save(job, progress)
+        progress.now.cut = bool(report.asked & LEAVE) or report.step == job.plan.stop_after
+        reasons = sorted(report.asked & (LEAVE | STOP))
+        progress.now.stop_reason = ", ".join(reasons) or (TRIAL if progress.now.cut else "")
+    ends = report.step == job.plan.total_steps or bool(progress.now.stop_reason)
+    memory = peak_memory(job.world)
+    if job.reporter.step(report, progress.window, progress.seen, memory, last=ends):
+        progress.window = Window()
+    return ends
 
 
-def evaluate_last(job: Job, progress: Progress) -> None:
-    """The held-out losses after the last step, and that of the test rows."""
-    _evaluate(job, progress)
-    if TEST in job.held_out:
-        report = _evaluate_split(job, TEST)
-        job.reporter.evaluated({TEST: report})
-        progress.losses[f"{TEST}_loss"] = report.loss
+def _due(job: Job, step: int, every: int | str | None) -> bool:
+    """Whether what is done ``every`` so many steps, or ``epoch``, is due after a step."""
+    if every == "epoch":
+        return step % job.order.steps_per_epoch == 0
+    return isinstance(every, int) and step % every == 0
 
 
-def _evaluate(job: Job, progress: Progress) -> float | None:
-    """The mean loss over the tokens of all evaluation splits; each is reported."""
-    names = [name for name in sorted(job.held_out) if name != TEST]
-    if not names:
-        return None
-    reports = {name: _evaluate_split(job, name) for name in names}
-    whole = combined(list(reports.values()))
-    named = {name.replace("-", "_", 1): found for name, found in reports.items() if name != EVAL}
-    job.reporter.evaluated({EVAL: whole} | named)
-    progress.eval_loss = whole.loss
-    progress.losses |= {f"{name}_loss": report.loss for name, report in named.items()}
-    return whole.loss
+def _evaluation_due(job: Job, step: int) -> bool:
+    return step > 0 and _due(job, step, job.plan.config.train.eval_every)
 
 
-def _evaluate_split(job: Job, name: str) -> EvalReport:
-    job.reporter.phase("testing" if name == TEST else "evaluating")
-    return evaluate(
-        job.root,
-        job.held_out[name],
-        job.world,
-        micro_batch=job.plan.micro_batch_size,
-        padded=job.probe.padded,
-        masking=job.order.masking,
+def _evaluate(job: Job, progress: Progress, control: Control) -> bool:
+    """Evaluate between two steps, and save what is among the best. Returns whether early stopping
+    ends the run."""
+    with _timed(job, control.pace):
+        metrics = evaluations.evaluate_between(job, progress)
+    verdict = judging.judge(job.plan.config, progress, metrics)
+    progress.now.stop_reason = verdict.enough
+    if verdict.keep and not verdict.enough:
+        save(job, progress, control)
+    return bool(verdict.enough)
+
+
+@contextmanager
+def _timed(job: Job, pace: Pace) -> Iterator[None]:
+    """Measure an evaluation. One that was not done does not count."""
+    began = time.monotonic()
+    before = job.reporter.spent("evaluating")
+    yield
+    losses = job.reporter.spent("evaluating") - before
+    if losses:
+        pace.losses, pace.rest = losses, time.monotonic() - began - losses
+
+
+def save(job: Job, progress: Progress, control: Control) -> None:
+    """Begin to write the checkpoint of the current step, unless that has been begun, or the run was
+    resumed from that very one. All ranks call it."""
+    folder = place(job, progress.step)
+    control.asked.saved()
+    if folder in (progress.now.saved, progress.now.begun):
+        return
+    progress.now.begun = folder
+    job.reporter.phase("writing a checkpoint")
+    control.saver.save(
+        folder,
+        model=job.model,
+        optimizer=job.optimizer,
+        state=progress.state() | {"strategy": job.strategy.state(), "held_out": held_out(job.plan)},
+        identity=identity(job.plan),
+        metrics=progress.metrics if progress.evaluated == progress.step else {},
     )
+    job.reporter.go_on()
 
 
-def save(job: Job, progress: Progress) -> None:
-    """Write the checkpoint of the current step, unless the run was resumed from that very one."""
-    folder = storage.checkpoint_folder(storage.local_path(job.plan.run_dir), progress.step)
-    if progress.saved is None or progress.saved.resolve() != folder.resolve():
-        job.reporter.phase("writing a checkpoint")
-        checkpoint.save(
-            folder,
-            model=job.model,
-            optimizer=job.optimizer,
-            world=job.world,
-            state=progress.state(),
-            identity=identity(job.plan),
-            scratch=job.folders.scratch,
-        )
-        job.reporter.saved("checkpoint", folder)
-    progress.saved = folder
+def end(job: Job, progress: Progress, control: Control) -> None:
+    """What follows the last step: the last evaluation, and a checkpoint that is complete before
+    this returns.
+
+    Raises ``Stopped`` where the run was asked to leave it there, and ``CheckpointError`` where
+    nothing can be kept of it: no checkpoint was ever complete, and no export is wanted.
+    """
+    leaving = _leaving(job, control, progress)
+    if not leaving and not progress.now.cut:
+        metrics = evaluations.evaluate_last(job, progress)
+        judging.judge(job.plan.config, progress, metrics)
+    save(job, progress, control)
+    saved = control.saver.wait()
+    newest = control.saver.newest()
+    progress.now.saved = newest.folder if newest else progress.now.saved
+    leaving = leaving or _leaving(job, control, progress)
+    if leaving:
+        raise Stopped(f"ended after step {progress.step} as it was asked to ({leaving}); "
+                      f"{_left(progress)}")  # fmt: skip
+    if progress.now.saved is None and (progress.now.cut or not job.plan.config.checkpoint.export):
+        raise CheckpointError(saved.error if saved else "no checkpoint was written")
 
 
-def collect_export(job: Job) -> Collected | None:
-    """The whole model on rank 0, if the plan wants it exported. All ranks call it."""
-    if not job.plan.config.checkpoint.export:
+def _leaving(job: Job, control: Control, progress: Progress) -> str:
+    """Why the run ends without a result, also where a rank was asked for it after the last step."""
+    import torch.distributed as dist
+
+    sums = as_numbers(control.asked.wanted(), "cpu")
+    dist.all_reduce(sums)
+    asked: Collection[str] = as_wishes(sums.tolist()) & LEAVE
+    known = progress.now.stop_reason if progress.now.cut else ""
+    return known if known and known != TRIAL else ", ".join(sorted(asked))
+
+
+def _left(progress: Progress) -> str:
+    if progress.now.saved is None:
+        return "no checkpoint could be written"
+    return f"the newest checkpoint is {progress.now.saved}"
+
+
+def find_best(job: Job, progress: Progress) -> Path | None:
+    """The checkpoint of the best evaluation, of those that ``keep_best`` keeps, after its weights
+    were tested; ``None`` where there is none that can be read. All ranks call it, after the model
+    has been collected: it holds other weights afterwards."""
+    places = [place(job, step) for step, _ in progress.bests]
+    if not places or progress.now.cut:
         return None
-    job.reporter.phase("exporting")
-    return export.collect(
-        job.root,
-        job.model,
-        job.folders.model,
-        job.world,
-        objective=job.plan.config.data.objective,
-    )
 
+    def look() -> Path | None:
+        return next((path for path in places if storage.read_manifest(path) is not None), None)
 
-def write_export(job: Job, collected: Collected | None, generation: Generation) -> str | None:
-    """Write what was collected to ``export`` in the run folder; its path on rank 0."""
-    if collected is None:
+    found = by_rank_0(job.world, look)
+    try:
+        if found is not None:
+            evaluations.test_best(job, progress, found)
+    except CheckpointError as error:
+        job.reporter.warn(f"no best model: {error}")
         return None
-    target = export.write_export(
-        storage.local_path(job.plan.run_dir) / EXPORT,
-        collected=collected,
-        source=job.folders.model,
-        generation=generation,
-        scratch=job.folders.scratch,
-        trusted=job.plan.config.model.trust_remote_code,
-        chat_template=job.plan.data.chat_template,
-    )
-    job.reporter.saved("export", target)
-    return str(target)
+    return found
 
 
 def measure(job: Job, progress: Progress) -> dict[str, float]:
-    """The run's metrics; times are by this rank's clock. All ranks call it."""
+    """The run's metrics; times are by this rank's clock. Of a run that has not taken a step, as
+    another one had taken them all, those of the steps are left out. All ranks call it."""
     import torch
     import torch.distributed as dist
 
     memory = torch.tensor(peak_memory(job.world), dtype=torch.int64)
     dist.all_reduce(memory, dist.ReduceOp.MAX)
-    metrics = {
-        "initial_eval_loss": progress.initial_eval_loss,
-        "eval_loss": progress.eval_loss,
+    steps = {
         "train_loss": progress.seen.loss,
         "tokens_per_second": progress.seen.tokens_per_second,
-        "peak_memory_bytes": float(memory),
         "seconds_to_first_step": progress.seconds_to_first_step,
         "skipped_steps": float(progress.seen.skipped),
+    }
+    metrics = {
+        "initial_eval_loss": progress.initial_eval_loss,
+        **evaluations.of_all_rows(progress),
+        "peak_memory_bytes": float(memory),
+        **(steps if progress.seen.seconds else {}),
         **progress.losses,
     }
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def conclude(
+    job: Job, progress: Progress, metrics: dict[str, float], path: str | None, best: Path | None
+) -> RankResult:
+    """What this rank reports of the run, whose export is at ``path``; rank 0 exports the ``best``
+    model, too, where it is not that one."""
+    saved = progress.now.saved
+    best_path = None
+    if best is not None and job.world.rank == 0:
+        best_path = path if best == saved else exports.export_best(job, best)
+    return RankResult(
+        steps=progress.step,
+        metrics=metrics,
+        checkpoint=str(saved) if saved else None,
+        model_path=path,
+        best_checkpoint=str(best) if best else None,
+        best_model_path=best_path,
+        stop_reason=progress.now.stop_reason,
+    )
 
 
 def peak_memory(world: World) -> int:

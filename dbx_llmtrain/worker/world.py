@@ -24,7 +24,8 @@ class World:
 
     ``local_rank`` counts the ranks of this host (launchers disagree on ``LOCAL_RANK``: under
     Spark's it may be 0 on every rank); ``node`` is the node's id, ``host`` the machine's name,
-    ``device`` is ``cpu`` or ``cuda:N``.
+    ``device`` is ``cpu`` or ``cuda:N``. ``nodes`` has the node of every rank (launchers do not
+    number ranks node by node), ``notes`` what the user should know of the device.
     """
 
     rank: int
@@ -34,6 +35,8 @@ class World:
     host: str
     device: str
     ranks_on_host: int
+    nodes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class _Place:
 
     rank: int
     host: str
+    node: str
     cpus: int
     local_rank: int
     gpus: tuple[str, ...]
@@ -153,6 +157,7 @@ def _place(use_gpu: bool) -> World:
     me = _Place(
         rank=dist.get_rank(),
         host=socket.gethostname(),
+        node=node_id(),
         cpus=_cpus(),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         gpus=_gpus() if use_gpu else (),
@@ -162,18 +167,39 @@ def _place(use_gpu: bool) -> World:
     neighbours = [place for place in everyone if place.host == me.host]
     torch.set_num_threads(max(1, me.cpus // len(neighbours)))
     device = "cpu"
+    notes: tuple[str, ...] = ()
     if use_gpu:
         index = _check_gpus(everyone)[me.rank]
         torch.cuda.set_device(index)
         device = f"cuda:{index}"
+        notes = _use_tensor_cores(torch.cuda.get_device_capability(index))
     return World(
         rank=me.rank,
         size=len(everyone),
         local_rank=[place.rank for place in neighbours].index(me.rank),
-        node=node_id(),
+        node=me.node,
         host=me.host,
         device=device,
         ranks_on_host=len(neighbours),
+        nodes=tuple(place.node for place in everyone),
+        notes=notes,
+    )
+
+
+def _use_tensor_cores(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Matrix products of fp32 tensors in TF32, which GPUs have from compute capability 8.0 on: its
+    range is that of fp32, with 10 bits instead of 23 behind the point. Weights, sums and the
+    optimizer stay fp32."""
+    import torch
+
+    if capability < (8, 0):
+        return ()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return ()
+    return (
+        "fp32 matrix products run in TF32 (cluster.env: {NVIDIA_TF32_OVERRIDE: '0'} keeps them "
+        "in full fp32)",
     )
 
 

@@ -14,47 +14,10 @@ from dbx_llmtrain.worker.data import shares, step_examples
 from dbx_llmtrain.worker.evaluate import evaluate
 from dbx_llmtrain.worker.loop import Window
 from dbx_llmtrain.worker.loss import inference
-from dbx_llmtrain.worker.parallel import make_strategy
 from tests import reference, tiny
 from tests.dist.masked_cases import masked
 from tests.dist.runs import Context, Run, whole
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "untied": tiny.llama,
-    "tied": lambda: tiny.llama(tied=True),
-    "gpt2": tiny.gpt2,
-}
-
-
-def parity(context: Context) -> dict[str, Any]:
-    """Gradient, loss and norm of a step of 8 rows against the textbook, for each way to cut it."""
-    rows = tiny.examples()
-    size = context.world.size
-    found = {}
-    for name, build in MODELS.items():
-        expected_loss, expected = reference.gradients(build(), rows)
-        for micro_batch in (8 // size, 1):
-            run = Run(context, rows, model=build(), micro_batch=micro_batch)
-            loss = run.back_propagate()
-            norm = run.clip()
-            found[f"{name}-{size}-{micro_batch}-{8 // size // micro_batch}"] = {
-                "gradient": reference.difference(run.gradients(), expected),
-                "loss": abs(loss - expected_loss),
-                "norm": abs(norm - reference.norm(expected)),
-                "ranks_norms": len(set(context.gather(norm))),
-                "parameters": len(list(run.model.parameters())),
-                "probe": context.gather([run.probed.padded, run.probed.own_logits]),
-            }
-    return found
-
-
-def packed(context: Context) -> dict[str, Any]:
-    """The same rows laid in packs."""
-    rows = tiny.examples()
-    _, expected = reference.gradients(tiny.llama(), rows)
-    run = Run(context, rows, packing=True, micro_batch=1)
-    run.back_propagate()
-    return {"examples": len(run.split), "gradient": reference.difference(run.gradients(), expected)}
+from tests.dist.strategy_cases import OF_ALL
 
 
 def reductions(context: Context) -> dict[str, Any]:
@@ -290,7 +253,6 @@ def tying(context: Context) -> dict[str, Any]:
 def world(context: Context) -> dict[str, Any]:
     """The ranks' places, the backend, and objects across it."""
     here = context.world
-    strategy = make_strategy(context.strategy, here, "fp32")
     run = Run(context, tiny.examples())
     forced = [
         group.force_sum_reduction_for_comms
@@ -299,7 +261,7 @@ def world(context: Context) -> dict[str, Any]:
         for group in part._get_fsdp_state()._fsdp_param_groups
     ]
     return {
-        "name": strategy.name,
+        "name": run.strategy.name,
         "ranks": context.gather([here.rank, here.size, here.local_rank, here.ranks_on_host]),
         "nodes": len(set(context.gather((here.node, here.host)))),
         "backend": dist.get_backend(),
@@ -312,8 +274,7 @@ CASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     case.__name__: case
     for case in (
         world,
-        parity,
-        packed,
+        *OF_ALL,
         masked,
         reductions,
         uneven,

@@ -1,7 +1,9 @@
 """A rank that carries out several plans, one after the other, as ``dbx_llmtrain.worker.main`` does.
 
 Arguments: this rank, then folders, each with a ``plan-RANK.json``. What comes of a plan goes into
-its folder. Two of these are started side by side.
+its folder, as do digests of the rows of every forward pass. Two of these are started side by side.
+An ``actions-RANK.json`` there has what happens in the middle of steps: a number of a forward pass,
+and ``SIGTERM``, a request's name, or the step after whose checkpoint the process is killed.
 """
 
 from __future__ import annotations
@@ -12,13 +14,15 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.errors import LlmTrainError
 from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.worker.main import run
+from dbx_llmtrain.worker.main import story
 from dbx_llmtrain.worker.world import leave_process
+from tests.dist import forwards
 from tests.dist.launch import TIMEOUT
 
 
@@ -35,11 +39,32 @@ def main() -> None:
             "MASTER_PORT": meeting_port(folder / "port", offer=rank == "0"),
         }
         plan = RunPlan.model_validate_json((folder / f"plan-{rank}.json").read_text())
-        try:
-            outcome = run(plan).model_dump()
-        except LlmTrainError as error:
-            outcome = {"error": f"{type(error).__name__}: {error}"}
+        file = folder / f"actions-{rank}.json"
+        # A rank that lost another one has what the other one's actions lead to.
+        expected = (LlmTrainError, RuntimeError) if file.exists() else LlmTrainError
+        with forwards.watched(actions(file, plan)) as rows:
+            try:
+                outcome = story(plan)(plan).model_dump()
+            except expected as error:
+                outcome = {"error": f"{type(error).__name__}: {error}"}
         (folder / f"outcome-{rank}.json").write_text(json.dumps(outcome))
+        (folder / f"rows-{rank}.json").write_text(json.dumps(rows))
+
+
+def actions(file: Path, plan: RunPlan) -> dict[int, Callable[[], None]]:
+    """What the file says, if there is one."""
+    if not file.exists():
+        return {}
+    return {
+        int(number): _action(what, Path(plan.run_dir))
+        for number, what in json.loads(file.read_text()).items()
+    }
+
+
+def _action(what: str | int, run_dir: Path) -> Callable[[], None]:
+    if isinstance(what, int):
+        return forwards.killed_after(run_dir, what)
+    return forwards.terminated if what == "SIGTERM" else forwards.asked_for(run_dir, what)
 
 
 def meeting_port(file: Path, *, offer: bool) -> str:

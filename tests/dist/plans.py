@@ -37,6 +37,7 @@ def plan(
     more: Mapping[str, Sequence[Example]] | None = None,
     data: dict[str, Any] | None = None,
     model: Path | None = None,
+    packing: bool = False,
     **changes: Any,
 ) -> RunPlan:
     """A plan for one rank: 8 rows, 3 a step, one at a time, 8 steps, so 2 epochs and 2 steps.
@@ -46,7 +47,7 @@ def plan(
     """
     model = model or model_folder(folder / "model")
     prepared = tiny.prepared(
-        folder / f"data-{name}", train=rows, held_out=held_out, more=more, packing=False
+        folder / f"data-{name}", train=rows, held_out=held_out, more=more, packing=packing
     ).model_copy(update={"end_tokens": (END,)})
     same_rows = prepared.artifact.model_copy(
         update={"fingerprint": "rows" if not (rows or more) else name}

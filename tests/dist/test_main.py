@@ -33,6 +33,10 @@ pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
 STRATEGIES = ("ddp", "fsdp")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": {"name": "sgd", "momentum": 0.5}, "learning_rate": 1.0},
+    "adafactor": {"optimizer": "adafactor"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +121,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for strategy, pair in runs.items()
         for part, plan in zip(("whole-plan", "rest-plan"), pair, strict=True)
     ]
+    for name, train in OPTIMIZERS.items():
+        settings = train | {"max_steps": 4}
+        plan = plans.plan(folder, name, strategy="ddp", world_size=2, train=settings)
+        folders.append(write(folder / f"{name}-plan", plan))
     folders.append(write(folder / "unlike-plan", *unlike(folder)))
     two_ranks(folder, folders, dict(os.environ))
     outcomes = {
@@ -126,6 +134,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for name in folders
     }
     return {"plans": runs, "outcomes": outcomes}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_without_betas_train(ranks: dict[str, Any], name: str) -> None:
+    for outcome in ranks["outcomes"][f"{name}-plan"]:
+        assert outcome.get("error") is None
+        assert outcome["steps"] == 4
+    metrics = ranks["outcomes"][f"{name}-plan"][0]["metrics"]
+    assert metrics["eval_loss"] < metrics["initial_eval_loss"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -161,10 +178,15 @@ def test_c83_a_resumed_run_reports_the_same_numbers(ranks: dict[str, Any], strat
         (0, "eval"), *((step, "step") for step in (1, 2)), (3, "eval"), (3, "step"), (4, "step"),
         (5, "step"), (6, "eval"), (6, "step"), (7, "step"), (8, "eval"), (8, "step"),
     ]  # fmt: skip
+    # A run that goes on from another one's checkpoint has its own evaluation before its first step.
+    assert second.pop((4, "eval")).keys() == first[3, "eval"].keys()
     assert second == {key: value for key, value in first.items() if key[0] > 4}
     outcomes = [ranks["outcomes"][f"{strategy}-{part}-plan"][0] for part in ("whole", "rest")]
-    for name in ("initial_eval_loss", "eval_loss", "train_loss", "skipped_steps"):
+    for name in ("eval_loss", "train_loss", "skipped_steps"):
         assert outcomes[0]["metrics"][name] == outcomes[1]["metrics"][name]
+    assert (
+        outcomes[1]["metrics"]["initial_eval_loss"] < (outcomes[0]["metrics"]["initial_eval_loss"])
+    ), "before its own first step"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -221,10 +243,13 @@ def test_events_lines_and_metrics_of_a_run(
     plan = plans.plan(tmp_path, every=3, train={"eval_every": 4})
     result = run(plan)
     run_dir = Path(plan.run_dir)
-    assert [(event.kind, event.step) for event in events(plan) if event.kind != "step"] == [
-        ("started", 0), ("eval", 0), ("checkpoint", 3), ("eval", 4), ("checkpoint", 6), ("eval", 8),
+    # A checkpoint is told of when it is complete, while training goes on.
+    others = [(event.kind, event.step) for event in events(plan) if event.kind != "step"]
+    assert [event for event in others if event[0] != "checkpoint" or event[1] == 8] == [
+        ("started", 0), ("eval", 0), ("eval", 4), ("eval", 8),
         ("checkpoint", 8), ("export", 8), ("finished", 8),
     ]  # fmt: skip
+    assert [step for kind, step in others if kind == "checkpoint"] == [3, 6, 8]
     assert [(event.data["phase"], event.step) for event in events(plan, "phase")] == [
         ("looking for model and data", 0), ("waiting for all ranks", 0), ("loading the model", 0),
         ("training", 0), ("evaluating", 0), ("training", 0), ("writing a checkpoint", 3),
@@ -241,8 +266,8 @@ def test_events_lines_and_metrics_of_a_run(
     assert result.model_path == str(run_dir / "export")
     assert events(plan, "finished")[0].metrics == result.metrics
     assert set(result.metrics) == {
-        "initial_eval_loss", "eval_loss", "train_loss", "tokens_per_second", "peak_memory_bytes",
-        "seconds_to_first_step", "skipped_steps",
+        "initial_eval_loss", "eval_loss", "eval_perplexity", "train_loss", "tokens_per_second",
+        "peak_memory_bytes", "seconds_to_first_step", "skipped_steps",
     }  # fmt: skip
     evals = [event.metrics["eval_loss"] for event in events(plan, "eval")]
     assert [result.metrics["initial_eval_loss"], result.metrics["eval_loss"]] == [
@@ -323,16 +348,16 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
     assert (Path(plan.run_dir) / "export" / "model.safetensors").read_bytes() == weights
 
 
-def test_a_checkpoint_of_other_rows_or_after_the_end_is_refused(tmp_path: Path) -> None:
+def test_c86_a_checkpoint_of_other_rows_or_after_the_end_is_refused(tmp_path: Path) -> None:
     plan = plans.plan(tmp_path, export=False, train={"max_steps": 2})
     run(plan)
     with pytest.raises(CheckpointError, match=r"after step 2, but the run ends with step 1"):
         run(resume(plan, 2, total_steps=1))
-    with pytest.raises(CheckpointError, match=r"global_batch_size was 3, is 4"):
+    with pytest.raises(CheckpointError, match=r"train\.global_batch_size: 3 then, 4 now"):
         run(resume(plan, 2, global_batch_size=4))
-    other = plan.data.artifact.model_copy(update={"fingerprint": "other-rows"})
-    data = plan.data.model_copy(update={"artifact": other})
-    with pytest.raises(CheckpointError, match=r"data was 'rows', is 'other-rows'"):
+    train = plan.data.splits["train"].model_copy(update={"digest": "other-rows"})
+    data = plan.data.model_copy(update={"splits": plan.data.splits | {"train": train}})
+    with pytest.raises(CheckpointError, match=r"data\.train: \d+ rows as then, but others"):
         run(resume(plan, 2, data=data))
     with pytest.raises(CheckpointError, match=r"incomplete: no valid manifest"):
         run(resume(plan, 1))
@@ -359,7 +384,7 @@ def test_c17_a_step_without_trained_tokens_is_skipped_and_counted(tmp_path: Path
 def test_files_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
     plan = plans.plan(tmp_path, export=False, train={"max_steps": 1})
     run(plan)
-    from dbx_llmtrain.worker.session import scratch_folder
+    from dbx_llmtrain.worker.folders import scratch_folder
 
     with scratch_folder(plan, 0) as folder:
         killed = folder.parents[1] / "killed" / "0" / "checkpoint-0-x"
@@ -412,13 +437,14 @@ def test_ranks_of_torchrun_hand_over_their_result(tmp_path: Path) -> None:
 
 
 def test_a_rank_hands_over_why_and_where_it_failed(tmp_path: Path) -> None:
-    plan = plans.plan(tmp_path, every=2)
+    plan = plans.plan(tmp_path, export=False, train={"max_steps": 2})
     Path(plan.run_dir).mkdir()
     (Path(plan.run_dir) / "checkpoints").write_text("a file where the folder should be")
     code, output = by_hand(plan, tmp_path / "rank")
     assert code == 1
     failure = json.loads((tmp_path / "rank" / "failure.json").read_text())
     assert failure["step"] == 2
+    assert failure["stopped"] is False
     assert failure["error"].startswith("CheckpointError: the checkpoint ")
     assert "NotADirectoryError" in failure["error"]
     frames = [line for line in failure["traceback"].splitlines() if line.startswith("  File")]

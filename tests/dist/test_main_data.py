@@ -109,7 +109,7 @@ def test_a_run_does_not_go_on_in_another_order(tmp_path: Path) -> None:
     run(plan)
     data = plan.config.data.model_copy(update={"shuffle": False})
     config = plan.config.model_copy(update={"data": data})
-    with pytest.raises(CheckpointError, match="shuffle was True, is False"):
+    with pytest.raises(CheckpointError, match=r"data\.shuffle: true then, false now"):
         run(resume(plan, 2, config=config))
 
 
@@ -179,7 +179,7 @@ def test_a_resumed_run_hides_the_same_tokens(tmp_path: Path) -> None:
         for number, found in enumerate((result, again))
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
-    for name in ("eval_loss", "initial_eval_loss", "train_loss"):
+    for name in ("eval_loss", "train_loss"):
         assert again.metrics[name] == result.metrics[name]
 
 

@@ -116,6 +116,11 @@ def test_c60_learning_rates_do_not_depend_on_the_cut(results: Results) -> None:
     assert results["rates"]["1"] == results["rates"]["2"]
 
 
+def test_c46_steps_of_an_epoch_do_not_depend_on_the_cut(results: Results) -> None:
+    """8 rows, 4 a step, two epochs: (ranks, micro-batches) = (1, 4), (1, 2), (2, 2), (2, 1)."""
+    assert [len(rates) for rates in results["rates"].values()] == [4, 4]
+
+
 def test_c58_the_whole_gradient_is_clipped_once(results: Results) -> None:
     found = results["clipping"]
     assert found["before"] > 0.5

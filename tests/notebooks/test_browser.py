@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dbx_llmtrain.driver.sources import resolve_model
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.preview_html import preview_html
 from dbx_llmtrain.previewing import Preview
-from dbx_llmtrain.sections import ModelConfig
 from tests import tiny
 from tests.unit.test_preview_examples import config, show
 

@@ -25,7 +25,9 @@ def write_script(path: Path, text: str) -> Path:
 
 def gpu_lines(names: list[str]) -> str:
     """What nvidia-smi prints for these GPU uuids."""
-    return "".join(f"{i}, {uuid}, NVIDIA Fake, 81559, 12, 550.54\n" for i, uuid in enumerate(names))
+    return "".join(
+        f"{i}, {uuid}, NVIDIA Fake, 81559, 12, 550.54, 9.0\n" for i, uuid in enumerate(names)
+    )
 
 
 def make_home(folder: Path) -> Path:

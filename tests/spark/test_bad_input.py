@@ -137,7 +137,12 @@ def another_runs_folder(folder: Path) -> Sections:
     """A run of this name went three steps with another model, other rows and another seed."""
     checkpoint = storage.checkpoint_folder(folder / "runs" / "first", 3)
     checkpoint.mkdir(parents=True)
-    identity = {"model": "another", "data": "others", "global_batch_size": 4, "seed": 7}
+    identity = {
+        "model": {"fingerprint": "f", "source": "another/one", "revision": "abc"},
+        "data": {"digest": "d", "rows": 7, "source": "others.jsonl", "held_out": {}},
+        "global_batch_size": 4,
+        "seed": 7,
+    }
     manifest = {"files": [], "identity": identity, "state": {"step": 3}}
     storage.write_manifest(checkpoint, manifest)
     return {}
@@ -177,7 +182,8 @@ CASES: list[Case] = [
     (gpus_that_are_not_there, ClusterError, 3, ["5 ranks need", "has no GPU", "use_gpu=false"]),
     (no_place, CheckpointError, 2, ["checkpoint.dir: ", "cannot be made"]),
     (another_runs_folder, CheckpointError, 2,
-     ["cannot go on from", "model was 'another'", "data was 'others'", "seed was 7, is 0",
+     ["cannot go on from", "the model: another/one at abc then, ", "data.train: 7 rows then, ",
+      "(of others.jsonl then, of ", "train.seed: 7 then, 0 now",
       "another tracking.run_name"]),
     (no_checkpoint, CheckpointError, 2, ["checkpoint.resume: ", "not a complete checkpoint"]),
 ]  # fmt: skip

@@ -129,6 +129,47 @@ def test_a_session_that_has_been_stopped_is_told(tmp_path: Path) -> None:
     )
 
 
+NOISE = (
+    "Loading weights",
+    "Writing model shards",
+    "Setting accelerator to CPU",
+    "OMP_NUM_THREADS",
+    "Successfully registered",
+    "Created version",
+    "local training with",
+    "preparing: 0 rows",
+    "[Stage ",
+)
+"""What libraries say of their own work, and what says nothing."""
+
+
+@pytest.mark.timeout(600)
+def test_a_run_says_nothing_of_the_work_of_libraries(  # type: ignore[no-untyped-def]
+    shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    tiny.model_folder(tmp_path / "model")
+    rows = "".join(f'{{"text": "the cat sat {number}"}}\n' for number in range(20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    (tmp_path / "config.yaml").write_text(
+        "model: {source: model}\ndata: {train: rows.jsonl, eval: 0.2, max_length: 64}\n"
+        "train: {max_steps: 2}\ntracking: {run_name: mine, register_as: answers}\n"
+        f"cluster: {{local_dir: {tmp_path}/local, processes: 2, use_gpu: false, "
+        "env: {GLOO_SOCKET_IFNAME: lo}}\n"
+    )
+    done = shell("train", "config.yaml", "--master", "local[2]")
+    assert done.returncode == 0, done.stderr
+    assert "models:/answers/1" in done.stdout, done.stderr
+    asked = shell("generate", "runs/mine", "the cat", "--max-new-tokens", "2")
+    exported = shell("export", "runs/mine", "exported", "--dtype", "bf16")
+    registered = shell("register", "exported", "small")
+    helped = shell("--help")
+    for each in (done, asked, exported, registered, helped):
+        assert each.returncode == 0, each.stderr
+        assert not [noise for noise in NOISE if noise in each.stdout + each.stderr]
+    assert "models:/small/1" in registered.stdout
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from dbx_llmtrain.driver import launch
+from dbx_llmtrain.driver import launch, supervise
 from dbx_llmtrain.errors import TrainingFailed
-from dbx_llmtrain.records import RankResult, RunPlan
+from dbx_llmtrain.outcomes import RankResult
+from dbx_llmtrain.records import RunPlan
 from tests.spark.helpers import MARK, make_plan, processes_with, trainers
 
 MODES = pytest.mark.parametrize("local_mode", [True, False], ids=["driver", "executors"])
@@ -36,7 +37,8 @@ def failure(spark: Any, plan: RunPlan, within_s: float) -> TrainingFailed:
 
 @MODES
 def test_every_rank_finishes(spark: Any, tmp_path: Path, local_mode: bool) -> None:
-    plan = make_plan(tmp_path, action="environment", local_mode=local_mode, use_gpu=True)
+    given = {"GIVEN_BY_CONFIG": "yes", "TRITON_CACHE_DIR": "/given"}
+    plan = make_plan(tmp_path, action="environment", local_mode=local_mode, use_gpu=True, env=given)
     result = start(spark, plan)
     assert result.steps == 3
     shown = [json.loads((tmp_path / f"shown-{rank}.json").read_text()) for rank in (0, 1)]
@@ -45,6 +47,14 @@ def test_every_rank_finishes(spark: Any, tmp_path: Path, local_mode: bool) -> No
         assert one["secret"] == "s3cret-value"
         assert one["omp"] is None
         assert one["attempt"] == plan.attempt
+        assert one["given"] == "yes"
+        caches = tmp_path / "local" / "caches"
+        assert one["caches"] == {
+            "HF_HOME": os.environ.get("HF_HOME", str(caches / "huggingface")),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "torchinductor"),
+            "TRITON_CACHE_DIR": "/given",
+            "TORCH_EXTENSIONS_DIR": str(caches / "torch_extensions"),
+        }
     if local_mode:
         assert sorted(one["local_rank"] for one in shown) == ["0", "1"]
         assert {one["visible"] for one in shown} <= {"0,1", "1,0"}
@@ -102,6 +112,39 @@ def test_a_rank_that_is_killed(spark: Any, tmp_path: Path) -> None:
     assert "memory was full" in error.advice
 
 
+@MODES
+def test_a_lack_of_memory_is_followed_by_smaller_pieces(
+    spark: Any, tmp_path: Path, local_mode: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 takes 2 examples at once, the plan says 4."""
+    plan = make_plan(tmp_path, action="out_of_memory", local_mode=local_mode)
+    sizes = {"global_batch_size": 16, "micro_batch_size": 4, "accumulation": 2, "total_steps": 9}
+    plan = plan.model_copy(update=sizes)
+    outcome = supervise.run(plan, lambda smaller: start(spark, smaller))
+    assert outcome.result.metrics == {"micro_batch": 2.0, "accumulation": 4.0}
+    (text,) = outcome.restarts
+    assert text.startswith(f"rank 1 on {os.uname().nodename} ran out of memory after step 0 with")
+    assert text in capsys.readouterr().out
+    written = RunPlan.model_validate_json((tmp_path / "plan.json").read_text())
+    assert written == outcome.plan
+    assert written.attempt != plan.attempt
+    assert not trainers(plan)
+
+
+def test_a_lack_of_memory_that_stays_fails_with_what_would_help(spark: Any, tmp_path: Path) -> None:
+    plan = make_plan(
+        tmp_path, action="out_of_memory", local_mode=True, env={"EXAMPLES_THAT_FIT": "0"}
+    )
+    sizes = {"global_batch_size": 4, "micro_batch_size": 2, "accumulation": 1, "total_steps": 9}
+    with pytest.raises(TrainingFailed) as caught:
+        supervise.run(plan.model_copy(update=sizes), lambda smaller: start(spark, smaller))
+    error = caught.value
+    assert (error.rank, error.step, error.cause) == (1, 0, "out_of_memory")
+    assert "CUDA out of memory" in error.message
+    assert "1 restart(s) with less at once did not help" in error.advice
+    assert "model.gradient_checkpointing=full" in error.advice
+
+
 def test_one_failing_rank_is_never_success_in_local_mode(spark: Any, tmp_path: Path) -> None:
     plan = make_plan(tmp_path, action="raise_late", local_mode=True)
     error = failure(spark, plan, within_s=40.0)
@@ -157,6 +200,56 @@ def test_an_interrupt_ends_every_rank(spark: Any, tmp_path: Path, local_mode: bo
     assert not left_arguments()
     assert not left_folders(tmp_path)
     assert spark.range(2).count() == 2, "the session can be used again"
+
+
+def interrupt_once_both_run(plan: RunPlan) -> Any:
+    def interrupt() -> None:
+        if len(trainers(plan)) >= 2:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    paths = [run_dir / "logs" / f"rank-{rank:05d}.json" for rank in (0, 1)]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@MODES
+def test_an_interrupt_lets_the_ranks_save_and_end_by_themselves(
+    spark: Any, tmp_path: Path, local_mode: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One of them takes the request, as it does where steps are taken; an old one does not count.
+    Nobody is waited for in vain."""
+    (tmp_path / "CANCEL").touch()
+    env = {"SECONDS": "9"}  # longer than is waited for one that does not take it
+    plan = make_plan(tmp_path, action="takes_requests", local_mode=local_mode, env=env)
+    with pytest.raises(KeyboardInterrupt):
+        start(spark, plan, on_poll=interrupt_once_both_run(plan))
+    assert not trainers(plan)
+    assert [(one["exit_code"], one["stopped"]) for one in records(tmp_path)] == [(143, True)] * 2
+    assert not (tmp_path / "CANCEL").exists()
+    said = "stopping 2 rank(s), please wait ... (they write a checkpoint; interrupt again to end "
+    assert said in capsys.readouterr().err
+
+
+def test_a_second_interrupt_ends_the_ranks_at_once(spark: Any, tmp_path: Path) -> None:
+    env = {"SECONDS": "100"}
+    plan = make_plan(tmp_path, action="takes_requests", local_mode=True, env=env)
+
+    def interrupt_again() -> None:
+        while not (tmp_path / "taken").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    again = threading.Thread(target=interrupt_again, daemon=True)
+    again.start()
+    with pytest.raises(KeyboardInterrupt):
+        start(spark, plan, on_poll=interrupt_once_both_run(plan))
+    again.join(1.0)
+    assert not trainers(plan)
+    assert [one["stopped"] for one in records(tmp_path)] == [True, True]
+    assert [one["exit_code"] for one in records(tmp_path)] == [-signal.SIGTERM] * 2
 
 
 def test_two_launches_at_once(spark: Any, tmp_path: Path) -> None:

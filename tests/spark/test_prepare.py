@@ -19,8 +19,8 @@ from dbx_llmtrain import storage
 from dbx_llmtrain.driver import prepare as preparing
 from dbx_llmtrain.driver import rows as rows_module
 from dbx_llmtrain.driver.sources import resolve_model
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo, PreparedData
-from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.text.prepared import Split
 from tests import tiny
 

@@ -12,8 +12,8 @@ import pytest
 import dbx_llmtrain as llm
 from dbx_llmtrain import storage
 from dbx_llmtrain.driver import staging
-from dbx_llmtrain.planning import identity
 from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.resuming import identity
 from tests import tiny
 from tests.unit.test_sources import write_gguf
 

@@ -115,7 +115,7 @@ def test_train_on_two_executors(
         "rank-00001.log",
     ]
     plan = json.loads((folder / "plan.json").read_text())
-    assert (plan["strategy"], plan["world_size"], plan["local_mode"]) == ("fsdp", 2, False)
+    assert (plan["strategy"], plan["world_size"], plan["local_mode"]) == ("ddp", 2, False)
     check_export(result)
     check_tracking(folder, result)
     check_tensorboard(folder)
@@ -211,8 +211,8 @@ def test_a_second_call_goes_on_from_the_newest_checkpoint(
     with monkeypatch.context() as patch:
         lose_the_channel(patch)
         second = llm.train(config(inputs, tmp_path), spark=spark)
-    assert logged_steps(Path(second.run_dir)) == [3, 4], "the file has what no rank could send"
-    assert second.run_dir == first.run_dir
+    assert logged_steps(Path(second.run_dir)) == [1, 2, 3, 4], "what no rank could send is there"
+    assert (second.run_dir, second.run_id) == (first.run_dir, first.run_id)
     assert second.steps == 4
     plan = json.loads((Path(second.run_dir) / "plan.json").read_text())
     assert plan["resume_from"] == first.checkpoint
@@ -241,7 +241,7 @@ def check_other_rows_are_refused(
 ) -> None:
     """On the driver, before anything of the finished run is overwritten."""
     kept = {path: path.read_bytes() for path in Path(finished.run_dir).glob("*.*")}
-    with pytest.raises(llm.CheckpointError, match="seed was 0, is 9"):
+    with pytest.raises(llm.CheckpointError, match=r"train\.seed: 0 then, 9 now"):
         llm.train(cfg, spark=spark)
     assert {path: path.read_bytes() for path in Path(finished.run_dir).glob("*.*")} == kept
 

@@ -19,9 +19,15 @@ EXPORTED = [
     "ClusterReport",
     "ConfigError",
     "DataError",
+    "Evaluation",
+    "Exported",
+    "Forecast",
+    "Generations",
     "LlmTrainError",
     "PreparedData",
     "Preview",
+    "RegisteredModel",
+    "RegistryError",
     "RunPlan",
     "StagingError",
     "SubmitError",
@@ -29,25 +35,36 @@ EXPORTED = [
     "TrainResult",
     "TrainingFailed",
     "__version__",
+    "evaluate",
+    "export",
+    "generate",
+    "load",
     "plan",
     "prepare",
     "preview",
     "probe",
+    "register",
     "train",
 ]
 
 FIELDS = """
-model.source model.revision model.attention model.trust_remote_code
+model.source model.revision model.init model.config model.tokenizer model.new_tokens
+model.trust_remote_code model.attention model.gradient_checkpointing model.compile
+model.use_liger_kernel model.lora model.load_in_4bit
 data.train data.eval data.test data.format data.columns data.formatter data.objective
 data.mlm_probability data.train_on data.max_length data.overflow data.packing data.shuffle
 data.group_by_length data.longest_first data.chat_template data.cache_dir
-parallel.kind parallel.shard
+parallel.kind parallel.shard parallel.cpu_offload parallel.stage parallel.offload_optimizer
+parallel.offload_params parallel.nvme_dir parallel.config
 train.epochs train.max_steps train.global_batch_size train.gradient_accumulation_steps
-train.micro_batch_size train.learning_rate train.schedule train.warmup train.min_learning_rate
-train.optimizer train.weight_decay train.betas train.max_grad_norm train.precision train.seed
-train.eval_every train.log_every
-checkpoint.dir checkpoint.every checkpoint.export checkpoint.resume
-tracking.experiment tracking.run_name tracking.tags tracking.log_checkpoints
+train.micro_batch_size train.learning_rate train.schedule train.warmup train.decay_steps
+train.min_learning_rate train.optimizer train.weight_decay train.betas train.max_grad_norm
+train.precision train.seed train.max_time train.eval_every train.eval_max_rows
+train.eval_micro_batch_size train.early_stopping train.sample_prompts train.log_every
+checkpoint.dir checkpoint.every checkpoint.every_minutes checkpoint.keep_last checkpoint.keep_best
+checkpoint.metric checkpoint.metric_mode checkpoint.export checkpoint.resume
+tracking.experiment tracking.run_name tracking.tags tracking.log_model tracking.register_as
+tracking.log_checkpoints
 tracking.tensorboard tracking.progress tracking.log_level
 cluster.processes cluster.use_gpu cluster.local_mode cluster.local_dir cluster.env
 """.split()
@@ -93,4 +110,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 
 def test_commands() -> None:
-    assert sorted(cli.cli.commands) == ["plan", "prepare", "preview", "probe", "train"]
+    later = ["evaluate", "export", "generate", "register"]
+    assert sorted(cli.cli.commands) == sorted(
+        ["plan", "prepare", "preview", "probe", "train", *later]
+    )

@@ -46,11 +46,12 @@ GOOD = "model: {source: /models/x}\ndata: {train: rows.jsonl}\n"
             ],
         ),
         (
-            "model: {source: x, attention: flash_attention_2, lora: {}}\ndata: {train: y}\n",
+            "model: {source: x, attention: flash_attention_2, lora: {lora_alpha: 8}}\n"
+            "data: {train: y}\n",
             ["cluster.env.MY_TOKEN=s3cr3t", "data.columns.promt=x"],
             [
                 "4 problems",
-                "model.lora: ",
+                "model.lora.lora_alpha: unknown key: PEFT's name for model.lora.alpha",
                 "model.attention: expected 'auto', 'sdpa' or 'eager', found 'flash_attention_2'",
                 "cluster.env.MY_TOKEN: looks like a secret",
                 "data.columns.promt: unknown name",

@@ -113,6 +113,55 @@ def test_a_models_own_code_is_not_run(good: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"lora": {"target_modules": ["q_prj"]}}, "model.lora.target_modules: no layer"),
+        ({"tokenizer": "/no/such/folder"}, "model.tokenizer: no folder or hub tokenizer"),
+        pytest.param(
+            {"config": {"attention_dropout": "some"}},
+            "model.config: @: transformers cannot read its config.json with these fields",
+            marks=tiny.TYPES_ARE_CHECKED,
+        ),
+        ({"config": {"num_hidden_layer": 3}}, "model.config.num_hidden_layer: llama has no such"),
+        (
+            {"config": {"attention_dropout": 0.1}, "lora": {"layers_to_transform": 9}},
+            "model.lora.layers_to_transform: the model has 2 blocks",
+        ),
+    ],
+)
+def test_faults_of_a_model_of_parts_need_no_session(
+    good: Path, model: dict[str, Any], message: str
+) -> None:
+    found = caught(config(good, model=model))
+    assert isinstance(found, ConfigError)
+    (problem,) = found.problems
+    assert str(problem).startswith(message.replace("@", str(good / "model")))
+
+
+def test_faults_of_tokenizer_and_adapters_are_told_together(good: Path) -> None:
+    model = {"tokenizer": "/no/such/folder", "lora": {"target_modules": ["q_prj"]}}
+    found = caught(config(good, model=model))
+    assert isinstance(found, ConfigError)
+    assert [problem.path for problem in found.problems] == [
+        "model.lora.target_modules", "model.tokenizer",
+    ]  # fmt: skip
+
+
+def test_a_json_file_of_deepspeed_is_read_before_anything_starts(
+    good: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.json"
+    cfg = config(good, parallel={"kind": "deepspeed", "config": str(own)})
+    assert "parallel.config: the file cannot be read" in str(caught(cfg))
+    own.write_text('{"zero_optimization": {"overlap_com": true}}')
+    assert "parallel.config.zero_optimization.overlap_com: unknown key: did you mean" in str(
+        caught(cfg)
+    )
+    own.write_text('{"zero_optimization": {"overlap_comm": true}}')
+    assert checks.require(cfg, purpose="train") is cfg
+
+
 @pytest.mark.parametrize("field", ["checkpoint.dir", "data.cache_dir"])
 def test_a_file_in_the_way_is_told_by_the_field(good: Path, tmp_path: Path, field: str) -> None:
     (tmp_path / "file").write_text("")
@@ -196,3 +245,92 @@ def test_only_what_is_known_is_held_against_the_slots(
 ) -> None:
     layout = checks._layout(config(good, cluster=cluster), report(**changes))
     assert (layout.processes, layout.local_mode, layout.use_gpu) == expected
+
+
+NEEDS = {
+    "train.early_stopping": "held-out rows: give data.eval, or metrics= to judge by",
+    "checkpoint.keep_best": "held-out rows: give data.eval, or metrics= to judge by",
+    "train.eval_every": "held-out rows: give data.eval (or train.sample_prompts, or metrics=)",
+    "train.eval_max_rows": "held-out rows: give data.eval",
+    "train.eval_micro_batch_size": "held-out rows: give data.eval",
+}
+
+
+def own(model: Any, tokenizer: Any) -> dict[str, float]:
+    """A user's metric."""
+    return {"mine": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "paths", "with_own"),
+    [
+        (
+            {"train": {"early_stopping": 1, "eval_every": 2}},
+            ["train.early_stopping", "train.eval_every"],
+            [],
+        ),
+        (
+            {"checkpoint": {"keep_best": 1}, "train": {"eval_every": 2}},
+            ["checkpoint.keep_best", "train.eval_every"],
+            [],
+        ),
+        ({"train": {"eval_every": "epoch"}}, ["train.eval_every"], []),
+        (
+            {"train": {"eval_max_rows": 4}},
+            ["train.eval_max_rows"],
+            ["train.eval_max_rows"],
+        ),
+        (
+            {"train": {"eval_micro_batch_size": 4}},
+            ["train.eval_micro_batch_size"],
+            ["train.eval_micro_batch_size"],
+        ),
+        ({"train": {"eval_every": 2, "sample_prompts": ["x"]}}, [], []),
+        ({"train": {"sample_prompts": ["x"]}}, [], []),
+    ],
+)
+def test_what_only_evaluations_can_do_needs_held_out_rows(
+    good: Path, changes: dict[str, dict[str, Any]], paths: list[str], with_own: list[str]
+) -> None:
+    def told(metrics: Any) -> list[str]:
+        cfg = config(good, **changes)
+        found = checks._faults(cfg, None, None, "train", None, metrics)
+        assert all(isinstance(error, ConfigError) for error in found)
+        return [str(one) for error in found for one in error.problems]  # type: ignore[attr-defined]
+
+    assert told(None) == [f"{path}: needs {NEEDS[path]}, or remove it" for path in paths]
+    assert told(own) == [f"{path}: needs {NEEDS[path]}, or remove it" for path in with_own]
+    checks.require(config(good, **changes), purpose="prepare")
+    checks.require(config(good, data={"eval": 0.5}, **changes), purpose="train")
+
+
+def test_a_metric_that_no_evaluation_has_is_refused(good: Path) -> None:
+    def cfg(metric: str, **eval_sets: str) -> llm.TrainConfig:
+        sets: Any = {name: str(good / "rows.jsonl") for name in eval_sets} or 0.5
+        return config(
+            good, data={"eval": sets}, checkpoint={"keep_best": 1, "metric": metric},
+            train={"eval_every": 1},
+        )  # fmt: skip
+
+    message = str(caught(cfg("eval_math_los", math="", code="")))
+    assert "checkpoint.metric: expected a metric of the evaluations (eval_loss, " in message
+    assert "eval_math_loss, eval_math_perplexity, eval_code_loss" in message
+    assert "found eval_math_los" in message
+    assert "found test_loss" in str(caught(cfg("test_loss")))
+    for right in (cfg("eval_math_loss", math=""), cfg("eval_perplexity")):
+        checks.require(right, purpose="train")
+    unused = config(good, data={"eval": 0.5}, checkpoint={"metric": "accuracy"})
+    checks.require(unused, purpose="train")
+    own = cfg("accuracy")
+    assert checks._faults(own, None, None, "train", None, lambda model, tokenizer: {}) == []
+
+
+def test_a_model_that_could_not_be_registered_is_told_before_the_run(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "databricks-uc")
+    cfg = config(good, tracking={"register_as": "answers"})
+    error = caught(cfg)
+    assert isinstance(error, ConfigError)
+    assert [problem.path for problem in error.problems] == ["tracking.register_as"]
+    checks.require(cfg, purpose="prepare")

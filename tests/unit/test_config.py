@@ -186,13 +186,20 @@ def test_missing_sections_are_named() -> None:
     [
         ("train.micro_batch_size", "big", "valid integer"),
         ("train.micro_batch_size", 0, "greater than 0"),
-        ("train.betas", [0.9], "a value for item 2"),
+        ("train.betas", [0.9], "two numbers in [0, 1)"),
         ("data.eval", 1.5, "less than 1"),
         ("data.eval", {"max_rows": 3}, "a value for path"),
         ("data.train", {"path": "x", "colour": "red"}, "unknown key colour: expected path"),
+        ("model.tokenizer", {"sorce": "x"}, "unknown key sorce: did you mean source?"),
+        ("train.early_stopping", {"patince": 3}, "unknown key patince: did you mean patience?"),
+        ("train.early_stopping", {"x": 3}, "unknown key x: expected patience, min_delta"),
+        ("train.early_stopping", {"min_delta": 3}, "a mapping of patience and min_delta, found {"),
+        ("parallel.config", 7, "expected a mapping or the path of a JSON file, found 7"),
+        ("parallel.config", [1], "expected a mapping or the path of a JSON file, found [1]"),
+        ("model.config", 3, "expected a mapping, found 3"),
         ("checkpoint.every", "often", "'never'"),
-        ("parallel.kind", "dp", "'auto', 'single', 'ddp' or 'fsdp'"),
-        ("tracking.tags", "a=1", "a valid dictionary"),
+        ("parallel.kind", "dp", "'auto', 'single', 'ddp', 'fsdp' or 'deepspeed'"),
+        ("tracking.tags", "a=1", "expected a mapping, found 'a=1'"),
     ],
 )
 def test_types_are_told_in_one_problem(path: str, value: Any, expected: str) -> None:
@@ -223,6 +230,12 @@ def test_combinations_between_sections() -> None:
     assert "use ddp or fsdp" in found["parallel.kind"]
     found = problems(MINIMAL | {"train": {"epochs": 1, "max_steps": 2}})
     assert "contradict each other" in found["train.max_steps"]
+
+
+def test_betas_are_told_together_with_other_faults() -> None:
+    found = problems(MINIMAL | {"train": {"betas": [0.9, 1.5], "epochs": -1}})
+    assert found.keys() == {"train.betas", "train.epochs"}
+    assert found["train.betas"] == "expected two numbers in [0, 1), found 1.5"
 
 
 def test_secrets_are_not_repeated() -> None:
@@ -376,3 +389,106 @@ def test_only_a_configuration_is_taken_for_one() -> None:
         config.require({"model": {}})
     with pytest.raises(ConfigError, match=r"found str .*: use TrainConfig.from_yaml"):
         config.require("config.yaml")
+
+
+MESSAGE = {"role": "user", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message"),
+    [
+        ({"train": {"early_stopping": 2}}, "train.eval_every", "train.early_stopping can only do"),
+        ({"checkpoint": {"keep_best": 1}}, "train.eval_every", "checkpoint.keep_best can only do"),
+        (
+            {"train": {"early_stopping": {"patience": 1}}, "checkpoint": {"keep_best": 1}},
+            "train.eval_every",
+            "missing: train.early_stopping and checkpoint.keep_best can only do something between",
+        ),
+        ({"train": {"max_time": "00:00:00:00"}}, "train.max_time", "more than 0 seconds"),
+        ({"train": {"max_time": "00:24:00:00"}}, "train.max_time", "less than 24 hours"),
+        ({"train": {"max_time": "8h"}}, "train.max_time", "expected"),
+        ({"train": {"sample_prompts": [" "]}}, "train.sample_prompts.0", "is empty"),
+        (
+            {"train": {"sample_prompts": ["a", []]}},
+            "train.sample_prompts.1",
+            "expected messages with role and content",
+        ),
+        (
+            {"train": {"sample_prompts": [[{"role": "user", "text": "hi"}]]}},
+            "train.sample_prompts.0",
+            "expected messages with role and content, found one with role, text",
+        ),
+        (
+            {"train": {"sample_prompts": [[MESSAGE | {"role": "human"}]]}},
+            "train.sample_prompts.0",
+            "expected the roles system, user, assistant, tool, found 'human'",
+        ),
+        (
+            {"train": {"sample_prompts": [[MESSAGE, MESSAGE | {"role": "assistant"}]]}},
+            "train.sample_prompts.0",
+            "ends with an answer",
+        ),
+        (
+            {"train": {"sample_prompts": ["a"]}, "data": {"objective": "mlm"}},
+            "train.sample_prompts",
+            "mlm writes no answers",
+        ),
+        ({"tracking": {"register_as": "a.b.c.d"}}, "tracking.register_as", "catalog.schema.model"),
+        ({"tracking": {"register_as": "a..c"}}, "tracking.register_as", "found 'a..c'"),
+        ({"tracking": {"register_as": "a@"}}, "tracking.register_as", "found 'a@'"),
+        ({"tracking": {"register_as": "a@v2"}}, "tracking.register_as", "not a version such as v1"),
+        ({"tracking": {"register_as": "a@latest"}}, "tracking.register_as", "nor latest"),
+        ({"tracking": {"register_as": "a/b"}}, "tracking.register_as", "found 'a/b'"),
+        (
+            {"tracking": {"register_as": "a", "log_model": "none"}},
+            "tracking.register_as",
+            "set log_model=final",
+        ),
+        ({"tracking": {"log_model": "best"}}, "tracking.log_model", "needs checkpoint.keep_best"),
+        (
+            {"tracking": {"log_model": "final"}, "checkpoint": {"export": False}},
+            "tracking.log_model",
+            "what is logged is the export",
+        ),
+        (
+            {"tracking": {"register_as": "a"}, "checkpoint": {"export": False}},
+            "tracking.register_as",
+            "set checkpoint.export=true",
+        ),
+        ({"checkpoint": {"resume": " "}}, "checkpoint.resume", "is empty: expected auto, never or"),
+        ({"checkpoint": {"every": "never ever"}}, "checkpoint.every", "'epoch' or 'never'"),
+        ({"checkpoint": {"every_minutes": 0}}, "checkpoint.every_minutes", "greater than 0"),
+        ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last", "expected"),
+        ({"checkpoint": {"metric": "a b"}}, "checkpoint.metric", "expected"),
+    ],
+)
+def test_what_is_evaluated_kept_and_logged_has_to_agree(
+    changes: dict[str, dict[str, Any]], path: str, message: str
+) -> None:
+    values = {name: MINIMAL.get(name, {}) | fields for name, fields in changes.items()}
+    found = problems(MINIMAL | values)
+    assert list(found) == [path]
+    assert message in found[path]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"early_stopping": 2, "eval_every": 5}, "checkpoint": {"keep_best": 2}},
+        {"train": {"early_stopping": {"patience": 2, "min_delta": 0.1}, "eval_every": "epoch"}},
+        {"train": {"max_time": "01:23:59:59", "sample_prompts": ["a", [MESSAGE]]}},
+        {"checkpoint": {"every": "epoch", "every_minutes": 10, "keep_last": "all"}},
+        {"tracking": {"register_as": "main.ml.my model@champion"}},
+        {"tracking": {"register_as": "my-model_2@v2x", "log_model": "final"}},
+        {
+            "tracking": {"log_model": "best"},
+            "checkpoint": {"keep_best": 1},
+            "train": {"eval_every": 2},
+        },
+    ],
+)
+def test_what_agrees_survives_the_wire(changes: dict[str, dict[str, Any]]) -> None:
+    values = {name: MINIMAL.get(name, {}) | fields for name, fields in changes.items()}
+    cfg = TrainConfig.from_dict(MINIMAL | values)
+    assert TrainConfig.model_validate_json(cfg.model_dump_json()) == cfg
+    assert TrainConfig.from_yaml(cfg.to_yaml()) == cfg

@@ -19,9 +19,9 @@ from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.driver.prepare import prepare_data
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import CheckpointError, ConfigError
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.sections import ModelConfig
-from dbx_llmtrain.worker.export import write_export
+from dbx_llmtrain.worker.export import Place, write_export
 from dbx_llmtrain.worker.generation import check_generation_config
 from dbx_llmtrain.worker.loss import LossModule
 from dbx_llmtrain.worker.model import load_model, load_tokenizer
@@ -459,10 +459,8 @@ def export(source: Path, target: Path, model: Any, *, trusted: bool) -> Path:
     return write_export(
         target,
         collected=_collect(source, model),
-        source=source,
+        place=Place(source, target.parent / "scratch", trusted=trusted),
         generation=check_generation_config(source),
-        scratch=target.parent / "scratch",
-        trusted=trusted,
     )
 
 

@@ -28,6 +28,7 @@ from dbx_llmtrain.worker.data import (
 )
 from dbx_llmtrain.worker.loop import prepared_ahead
 from dbx_llmtrain.worker.loss import trained_positions
+from dbx_llmtrain.worker.order import Arrangement
 from tests import tiny
 
 
@@ -205,6 +206,53 @@ def test_the_longest_examples_come_first_in_the_first_epoch_alone(
     first = split.tokens[order.examples(0)]
     assert sorted(first) == sorted(split.tokens)[-4:]
     assert order.examples(order.steps_per_epoch).tolist() != order.examples(0).tolist()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("count", [41, 230])
+def test_the_longest_example_is_in_the_first_step_and_the_rest_is_as_it_was(
+    tmp_path: Path, grouped: bool, count: int
+) -> None:
+    split = _split(tmp_path, count)
+    tokens = split.tokens
+    for seed in range(8):
+        for world_size in (1, 2, 3):
+            order = Order(split, seed, 4, 2, group_by_length=grouped, world_size=world_size)
+            assert tokens[order.examples(0)].max() == tokens.max(), "whatever the ranks"
+        if not grouped:
+            drawn = [
+                np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)
+                for epoch in (0, 1)
+            ]
+            moved = np.nonzero(Arrangement(seed).epoch(0, tokens, 4) != drawn[0])[0].tolist()
+            assert moved == [] or (moved[0] == 0 and tokens[drawn[0][moved[1:]]] == [tokens.max()])
+            assert Arrangement(seed).epoch(1, tokens, 4).tolist() == drawn[1].tolist()
+
+
+def test_grouped_steps_stay_whole_when_the_longest_comes_first() -> None:
+    """Only a longest example of the short last step comes without its step."""
+    tokens = np.arange(1, 12)  # 11 examples: two steps of 4 and one of 3 in some order
+    for seed in range(20):
+        order = Arrangement(seed, group_by_length=True).epoch(0, tokens, 4)
+        first = sorted(tokens[order[:4]])
+        assert 11 in first
+        assert sorted(order) == list(range(11))
+        assert first == [8, 9, 10, 11]
+
+
+def test_a_rehearsal_has_the_longest_rows_in_all_its_steps() -> None:
+    tokens = np.arange(1, 41)
+    order = Arrangement(3, longest_first=2).epoch(0, tokens, 4)
+    assert tokens[order[:8]].tolist() == [40, 39, 38, 37, 36, 35, 34, 33]
+    assert sorted(order.tolist()) == list(range(40))
+    one = Arrangement(3, longest_first=True).epoch(0, tokens, 4)
+    assert tokens[one[:4]].tolist() == [40, 39, 38, 37]
+
+
+def test_an_epoch_of_one_short_step_is_ordered_too() -> None:
+    order = Arrangement(0).epoch(0, np.array([3, 9]), 4)
+    assert sorted(order) == [0, 1]
+    assert len(Arrangement(0).epoch(0, np.zeros(0, np.int64), 4)) == 0
 
 
 def test_any_step_can_be_looked_up_without_those_before_it(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dbx_llmtrain.driver import diagnosis
-from dbx_llmtrain.records import RankRecord
+from dbx_llmtrain.errors import TrainingFailed, was_stopped
+from dbx_llmtrain.outcomes import RankRecord
 from dbx_llmtrain.worker import supervisor
 
 
@@ -32,6 +33,23 @@ def test_the_first_failure_by_time_is_the_cause() -> None:
 def test_a_rank_that_was_stopped_is_not_the_cause() -> None:
     stopped = record(0, 1.0, stopped=True, exit_code=-15, error="ended because ...")
     assert cause(stopped, record(1, 2.0)) == 1
+
+
+def test_a_run_that_was_asked_to_end_has_not_failed() -> None:
+    said = "Stopped: ended after step 24 as it was asked to (CANCEL); the newest checkpoint is /r/c"
+    ranks = [record(rank, 1.0, stopped=True, exit_code=1, error=said, step=24) for rank in (0, 1)]
+    error = diagnosis.failure(dict(enumerate(ranks)), 2, RuntimeError("barrier stage failed"))
+    assert error.cause == TrainingFailed.STOPPED
+    assert error.step == 24
+    assert was_stopped(error)
+    assert not was_stopped(TrainingFailed("a rank failed"))
+    assert str(error) == (
+        "the run ended after step 24 as it was asked to (CANCEL); the newest checkpoint is /r/c\n\n"
+        "What to do: run again with the same tracking.run_name: training goes on from that "
+        "checkpoint"
+    )
+    lost = diagnosis.failure({0: ranks[0]}, 2, None)
+    assert "a machine or an executor was lost" in str(lost), "the other rank has left no record"
 
 
 def test_a_rank_that_lost_its_peer_is_not_the_cause() -> None:
@@ -110,3 +128,25 @@ def test_records_of_another_attempt_or_half_a_record_do_not_count(tmp_path: Path
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     assert list(diagnosis.read_records(tmp_path, "a", 4)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        ({"cause": "configuration"}, "configuration"),
+        ({"stopped": True, "error": "ended because the run was stopped"}, "configuration"),
+        ({"error": "RuntimeError: Connection closed by peer [127.0.0.1]"}, "configuration"),
+        ({"error": "ValueError: bad row"}, ""),
+    ],
+)
+def test_the_configuration_is_the_cause_where_no_rank_failed_of_anything_else(
+    other: dict[str, Any], cause: str
+) -> None:
+    error = "ConfigError: 1 problem in the configuration:\n  - model.lora: no layer"
+    report: dict[str, Any] = {"error": error, "traceback": "Traceback ...", "log_tail": "lines"}
+    records = {0: record(0, cause="configuration", **report), 1: record(1, 1.0, **other)}
+    failed = diagnosis.failure(records, 2, None)
+    assert failed.cause == cause
+    assert failed.traceback == "Traceback ..."
+    assert ("Traceback" in str(failed)) is not bool(cause)
+    assert str(failed).endswith("What to do: change the configuration as said above, and run again")

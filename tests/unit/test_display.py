@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from dbx_llmtrain import display
+from dbx_llmtrain.records import RunPlan
 from tests import sample
 
 
@@ -84,6 +86,10 @@ def test_the_examples_of_a_step_add_up(total: int, ranks: int, micro: int, told:
 def test_a_name_that_another_call_will_not_have_is_told() -> None:
     note = "(without tracking.run_name every call names it by its time)"
     assert note in " ".join(str(sample.run_plan(config=sample.config())).split())
+    job = sample.run_plan("/shared/runs/job-7-run-8-train", config=sample.config())
+    told = " ".join(str(job).split())
+    assert note not in told
+    assert "(named by the job: its retries and repairs go on in it)" in told
     named = sample.config(tracking={"run_name": "first"})
     assert note not in " ".join(str(sample.run_plan(config=named)).split())
 
@@ -97,6 +103,58 @@ def test_a_result_shows_losses_first_and_where_the_files_are() -> None:
     assert "3 steps done" in text
     assert "<table>" in result._repr_html_()
     assert "MLflow run" not in str(sample.result(run_id=None))
+
+
+def test_a_result_says_why_it_ended_early_and_which_model_was_best() -> None:
+    result = sample.result(
+        stop_reason="no better eval_loss in 3 evaluations",
+        best_checkpoint="/shared/runs/first/checkpoints/step-00000002",
+        best_model_path="/shared/runs/first/export-best",
+        model_uri="models:/m-1",
+        registered="models:/main.ml.answers/3",
+        metrics={"train_loss": 2.0, "best_eval_loss": 2.1, "eval_loss": 2.2},
+    )
+    text = str(result)
+    assert "3 steps done, ended before the last one: no better eval_loss in 3 evaluations" in text
+    assert "best checkpoint  /shared/runs/first/checkpoints/step-00000002\n" in text
+    assert "best model       /shared/runs/first/export-best\n" in text
+    assert text.index("eval_loss  ") < text.index("best_eval_loss") < text.index("train_loss")
+    assert "model in MLflow  models:/m-1\n" in text
+    assert "registered       models:/main.ml.answers/3\n" in text
+    assert "best" not in str(sample.result())
+    assert "registered" not in str(sample.result())
+
+
+@pytest.mark.parametrize(
+    ("train", "told"),
+    [
+        ({}, "10 rows before the first step and after the last"),
+        ({"eval_every": 50}, "10 rows before the first step, every 50 steps and after the last"),
+        ({"eval_every": "epoch", "eval_max_rows": 100},
+         "10 rows after the last step; of each set at most 100 examples before the first, every "
+         "epoch"),
+    ],
+)  # fmt: skip
+def test_a_plan_says_when_it_evaluates(train: dict[str, Any], told: str) -> None:
+    config = sample.config(data={"train": "/t.jsonl", "eval": 0.1}, train=train)
+    assert facts(sample.run_plan(config=config))["evaluation"] == told
+
+
+def test_a_plan_without_held_out_rows_says_so() -> None:
+    splits = {"train": sample.data().splits["train"]}
+    plan = sample.run_plan(data=sample.data().model_copy(update={"splits": splits}))
+    assert facts(plan)["evaluation"] == "none: no rows are held out (data.eval)"
+
+
+def facts(plan: RunPlan) -> dict[str, str]:
+    """The first table of a plan as it is shown, each fact on one line."""
+    lines = str(plan).split("\n\n")[1].splitlines()
+    left = len(lines[0]) - len(lines[0].removeprefix("model").lstrip())
+    found: dict[str, str] = {}
+    for line in lines:
+        name = line[:left].strip() or next(reversed(found))
+        found[name] = f"{found.get(name, '')} {line[left:]}".strip()
+    return found
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ RESOLVE = """
 import json, sys
 from pathlib import Path
 from dbx_llmtrain.driver import fingerprints
-from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.driver.sources import resolve_model
 
 for weights in json.loads(sys.argv[1]):

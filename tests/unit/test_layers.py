@@ -15,48 +15,68 @@ ROOT = Path(dbx_llmtrain.__file__).parent
 LAYERS = [
     line.split()
     for line in """
-errors secret_text
-addresses
-option_names channel logs data_checks yaml_text
-config_checks overrides
-sections credentials
+errors secret_text estimates zero_fields option_tables
+addresses activations optimizers lora_fields zero_config
+option_names option_values channel logs data_checks model_checks section_types yaml_text
+config_checks model_sections overrides
+sections credentials schedules
 config
+forecasts
 records
-storage
-display events compat custom_code text.values
-planning tracking_store text.readers text.pieces
+outcomes storage
+display hardware events compat tracking_guard custom_code text.values memory
+display_plan display_outcomes display_curves batches tracking_store text.readers text.pieces
+layout milestones resuming tracking_params tracking_sender
+choosing
+timing advice
+planning
 tracking tracking_tensorboard text.turns text.lexer text.packing text.split
-text.formats text.templates text.coding
+text.formats text.templates text.coding text.prompts
 text.packs
 text.prepared text.plain text.chat
 text.encode
 previewing
 preview_parts
 preview_text preview_html
-worker.gpus worker.output worker.copies
+worker.gpus worker.builds worker.output worker.copies worker.failures worker.requests
 worker.node
-worker.world worker.part
-worker.model worker.order worker.masking worker.masks worker.optim worker.generation
-worker.data
+worker.caches worker.world worker.whole worker.part worker.parts worker.weight_files
+worker.folders worker.four_bit
+worker.trainer worker.torchrun
+worker.lora worker.model worker.order worker.masking worker.masks worker.optim worker.router
+worker.generation worker.adapters worker.initial worker.growth worker.weight_names
+worker.weights worker.adapter_weights worker.reopened worker.generate
+worker.data worker.rng worker.metadata worker.snapshot worker.keeping
 worker.loss
-worker.probe
-worker.parallel worker.checkpoint worker.evaluate worker.export
-worker.loop
-worker.reporting
-worker.session
+worker.probe worker.lending
+worker.parallel worker.kernels worker.checkpoint worker.evaluate worker.samples worker.export
+worker.writing
+worker.saving
+worker.loop worker.compute worker.tools worker.rebuild
+worker.reporting worker.own_metrics worker.pace
+worker.jobs
+worker.evaluations worker.exports worker.judging worker.starting
+worker.session worker.evaluating
 worker.main
-worker.supervisor
+worker.supervisor shapes
 driver.model_code
-driver.shipping driver.preflight driver.model_files driver.rows driver.gguf driver.run_folder
+driver.shipping driver.preflight driver.strategy_checks driver.model_files driver.served
+driver.rows driver.gguf driver.gguf_header driver.run_folder
+driver.lease driver.uploading driver.job_context
 driver.monitor driver.diagnosis driver.signals driver.progress_views driver.formatters
-driver.model_config driver.causes
-driver.cluster driver.hub driver.kept driver.progress
+driver.exporting
+driver.model_config driver.causes driver.model_changes driver.user_metrics
+driver.cluster driver.hub driver.composed driver.kept driver.progress driver.adapters
 driver.sources driver.tasks driver.tables driver.hub_data
-driver.inputs
+driver.inputs driver.outlines driver.generating
 driver.fingerprints driver.rules driver.counts
-driver.prepare driver.examples driver.staging driver.launch
-driver.checks
-api
+driver.prepare driver.examples driver.staging
+driver.launch driver.supervise driver.forecasting
+driver.results driver.survey driver.trial driver.sample_prompts driver.model_package
+driver.deciding driver.registry driver.running
+driver.checks driver.evaluating
+api cli_session
+cli_results
 cli
 __main__
 """.strip().splitlines()
@@ -67,6 +87,10 @@ RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 EXCEPTIONS = {
     # A record shows itself; its page is made when somebody looks.
     ("records", "display"),
+    ("records", "display_plan"),
+    ("records", "display_curves"),
+    ("forecasts", "display_plan"),
+    ("outcomes", "display_outcomes"),
     ("previewing", "preview_text"),
     ("previewing", "preview_html"),
 }
@@ -144,8 +168,11 @@ def users_of(library: str) -> set[str]:
 
 
 def test_who_may_use_what() -> None:
-    assert users_of("mlflow") == {"tracking", "tracking_store"}
+    stores = {"tracking", "tracking_store", "tracking_sender"}
+    logging = stores | {"driver.model_package", "driver.registry"}
+    assert users_of("mlflow") == logging
     assert users_of("pyspark.ml.torch") == {"driver.launch"}
     assert not {name for name in users_of("pyspark") if name.startswith(("worker", "text"))}
     on_driver = {name for name in users_of("torch") if name.startswith(("driver", "text"))}
-    assert on_driver <= {"driver.gguf"}  # turns a .gguf file into a Hugging Face folder
+    # One turns a .gguf file into a Hugging Face folder, one answers where a model is served.
+    assert on_driver <= {"driver.gguf", "driver.served"}

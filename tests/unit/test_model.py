@@ -13,7 +13,7 @@ from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import CheckpointError, ConfigError
-from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.worker.model import attention_of, load_model, load_tokenizer, named_weights
 from tests import tiny
 

@@ -10,8 +10,8 @@ import pytest
 
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.sections import ModelConfig
 from tests import tiny
 
 

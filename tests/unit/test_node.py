@@ -44,7 +44,10 @@ def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gpus_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "0, GPU-a, NVIDIA H200, 143771, 4, 570.1\n1, GPU-b, NVIDIA GB10, [N/A], [N/A], 580.2"
+    lines = (
+        "0, GPU-a, NVIDIA H200, 143771, 4, 570.1, 9.0\n"
+        "1, GPU-b, NVIDIA GB10, [N/A], [N/A], 580.2, [N/A]"
+    )
     fake_smi(tmp_path, f'[ "$2" = "--format=csv,noheader,nounits" ] && echo "{lines}"', monkeypatch)
     found, problem = gpus.read_gpus()
     assert problem == ""
@@ -53,6 +56,21 @@ def test_gpus_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found[0]["memory_used"] == 4 * MIB
     assert found[1]["memory_total"] == 0
     assert found[1]["name"] == "NVIDIA GB10"
+    assert [gpu["capability"] for gpu in found] == ["9.0", None]
+
+
+def test_an_old_nvidia_smi_does_not_know_the_compute_capability(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = 'Field "compute_cap" is not a valid field to query.'
+    script = (
+        f"case \"$1\" in *compute_cap*) echo '{refusal}'; exit 2;; esac\n"
+        "echo '0, GPU-a, Tesla T4, 15360, 3, 470.2'"
+    )
+    fake_smi(tmp_path, script, monkeypatch)
+    found, problem = gpus.read_gpus()
+    assert problem == ""
+    assert [(gpu["name"], gpu["capability"]) for gpu in found] == [("Tesla T4", None)]
 
 
 def test_no_nvidia_smi_is_a_normal_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dbx_llmtrain import config_checks, option_names
+from dbx_llmtrain import config_checks, option_names, option_tables, option_values
 from dbx_llmtrain.config import TrainConfig, field_paths
 from dbx_llmtrain.errors import ConfigError
 from dbx_llmtrain.option_names import OPTIONS
@@ -36,7 +36,7 @@ def test_names_are_unique_within_a_source() -> None:
 
 def test_every_hugging_face_argument_is_known() -> None:
     transformers = pytest.importorskip("transformers")
-    known = {option.name for option in OPTIONS if option.source == option_names.HF}
+    known = {option.name for option in OPTIONS if option.source == option_tables.HF}
     theirs = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     assert theirs - known == set()
 
@@ -58,10 +58,36 @@ def test_every_hugging_face_argument_is_known() -> None:
         ("optim.sched.name", "train.schedule"),
         ("global_batch_size", "train.global_batch_size"),
         ("lora_alpha", "model.lora.alpha"),
+        ("use_dora", "model.lora"),
+        ("use_liger_kernel", "model.use_liger_kernel"),
+        ("torch_compile", "model.compile"),
+        ("activation_checkpointing", "model.gradient_checkpointing"),
+        ("deepspeed", "parallel.config"),
+        ("fsdp_config.fsdp_offload_params", "parallel.cpu_offload"),
+        ("fsdp_config.offload_params", "parallel.cpu_offload"),
+        ("zero_optimization.offload_param.device", "parallel.offload_params"),
+        ("lr_scheduler_kwargs", "train.decay_steps"),
+        ("adam_epsilon", "train.optimizer"),
+        ("optim", "train.optimizer"),
+        ("resize_token_embeddings", "model.new_tokens"),
+        ("tokenizer_name", "model.tokenizer"),
         ("report_to", "tracking.tensorboard"),
         ("create_tensorboard_logger", "tracking.tensorboard"),
         ("disable_tqdm", "tracking.progress"),
         ("log_level", "tracking.log_level"),
+        ("save_total_limit", "checkpoint.keep_last"),
+        ("load_best_model_at_end", "checkpoint.keep_best"),
+        ("metric_for_best_model", "checkpoint.metric"),
+        ("greater_is_better", "checkpoint.metric_mode"),
+        ("early_stopping_threshold", "train.early_stopping"),
+        ("per_device_eval_batch_size", "train.eval_micro_batch_size"),
+        ("max_eval_samples", "train.eval_max_rows"),
+        ("check_val_every_n_epoch", "train.eval_every"),
+        ("train_time_interval", "checkpoint.every_minutes"),
+        ("checkpoint_callback_params.save_top_k", "checkpoint.keep_best"),
+        ("early_stopping_callback_params.patience", "train.early_stopping"),
+        ("val_set_size", "data.eval"),
+        ("eval_table_size", "train.sample_prompts"),
     ],
 )
 def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
@@ -83,7 +109,9 @@ def test_names_of_other_trainers_are_found(name: str, ours: str) -> None:
         ("mpirun_config", "MPI"),
         ("tpu_num_cores", "TPUs are not supported"),
         ("wandb", "MLflow"),
-        ("push_to_hub", "huggingface_hub"),
+        ("push_to_hub", 'export(..., push_to_hub="org/name")'),
+        ("eval_causal_lm_metrics", "train(cfg, metrics=...)"),
+        ("async_save", "while training goes on"),
     ],
 )
 def test_what_we_do_not_have_is_said_with_the_reason(name: str, reason: str) -> None:
@@ -131,14 +159,14 @@ def told(values: dict[str, Any]) -> dict[str, str]:
 
 
 def test_a_field_of_a_later_version_is_said_to_be_one() -> None:
-    found = told({"lora_r": 8, "train": {"gradient_checkpointing": True}})
-    assert found["lora_r"] == (
-        "TRL's name for model.lora.r, which is not available in this version: all weights are "
-        "trained"
+    found = told({"wall_clock_breakdown": True, "train": {"ddp_timeout": 3}})
+    assert found["wall_clock_breakdown"] == (
+        "DeepSpeed's name for train.profile, which is not available in this version: run a "
+        "profiler on the rank by hand"
     )
-    assert (
-        "Hugging Face's name for model.gradient_checkpointing, which is not available"
-        in (found["train.gradient_checkpointing"])
+    assert found["train.ddp_timeout"] == (
+        "Hugging Face's name for cluster.stall_timeout, which is not available in this version: "
+        "collectives time out after 10 minutes"
     )
 
 
@@ -159,7 +187,7 @@ def test_all_who_have_a_name_are_named() -> None:
          "fsdp_min_num_params": 1}
     )  # fmt: skip
     assert found["gradient_clipping"].startswith("Accelerate's and DeepSpeed's name for train.max")
-    assert found["lora_alpha"].startswith("TRL's and PEFT's name for model.lora.alpha, which")
+    assert found["lora_alpha"] == "TRL's and PEFT's name for model.lora.alpha"
     assert found["lr"] == "DeepSpeed's and NeMo's name for train.learning_rate"
     assert found["gradient_accumulation_steps"].startswith("Hugging Face's and DeepSpeed's name")
     assert found["fsdp_min_num_params"] == (
@@ -186,8 +214,7 @@ def test_mappings_of_other_trainers_are_explained_option_by_option() -> None:
         "fsdp_config.strange": "unknown key",
         "optimizer.type": "DeepSpeed's name for train.optimizer",
         "optimizer.params.lr": "DeepSpeed's name for train.learning_rate",
-        "optimizer.params.eps": "DeepSpeed's optimizer.params.eps has no counterpart here: it is "
-        "AdamW's usual 1e-8",
+        "optimizer.params.eps": "DeepSpeed's name for train.optimizer",
         "zero_optimization.stage": "DeepSpeed's name for parallel.stage",
         "zero_optimization.offload_optimizer.device": "DeepSpeed's name for "
         "parallel.offload_optimizer",
@@ -210,3 +237,53 @@ def test_the_page_of_options_is_the_table() -> None:
         [sys.executable, ROOT / "tools" / "option_table.py"], capture_output=True, check=True
     )
     assert (ROOT / "docs" / "options.md").read_bytes() == written.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "meant"),
+    [
+        ("train.optimizer", "adamw_torch_fused", "adamw"),
+        ("train.optimizer", "adamw_bnb_8bit", "adamw_8bit"),
+        ("train.optimizer", "adamw_hf", "adamw"),
+        ("train.optimizer", {"name": "adamw_torch"}, "adamw"),
+        ("train.schedule", "warmup_stable_decay", "wsd"),
+        ("train.schedule", "cosine_with_min_lr", "cosine with train.min_learning_rate"),
+        ("train.schedule", "cosin", "cosine"),
+        ("parallel.kind", "zero3", "deepspeed with parallel.stage=3"),
+        ("parallel.kind", "ZeRO-2", "deepspeed with parallel.stage=2"),
+        ("parallel.kind", "FSDP2", "fsdp"),
+        ("parallel.kind", "SHARD_GRAD_OP", "fsdp with parallel.shard=grad_op"),
+        ("parallel.shard", "FULL_SHARD", "full"),
+        ("parallel.shard", "SHARD_GRAD_OP", "grad_op"),
+        ("parallel.shard", "HYBRID_SHARD", "hybrid"),
+        ("train.precision", "bfloat16", "bf16"),
+        ("train.precision", "float16", "fp16"),
+        ("model.gradient_checkpointing", True, "full"),
+    ],
+)
+def test_values_of_other_trainers_are_told_in_our_words(path: str, value: Any, meant: str) -> None:
+    section, _, field = path.partition(".")
+    values: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x.jsonl"}}
+    values[section] = values.get(section, {}) | {field: value}
+    with pytest.raises(ConfigError) as caught:
+        TrainConfig.from_dict(values)
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert problem.message.endswith(f"(did you mean {meant}?)")
+
+
+def test_a_value_that_is_like_none_is_not_explained() -> None:
+    assert option_values.hint("parallel.kind", "zzz", ["ddp", "fsdp"]) == ""
+    assert option_values.unknown_keys({"zzz": 1}, ["source"]) == "unknown key zzz: expected source"
+
+
+def test_what_is_suggested_can_be_set() -> None:
+    for path, table in option_values._OURS.items():
+        section, _, field = path.partition(".")
+        for ours in set(table.values()):
+            first = ours.split(" ")[0]
+            name, _, value = first.rpartition("=")
+            where = name.rpartition(".")[2] or field
+            values: dict[str, Any] = {"model": {"source": "m"}, "data": {"train": "x.jsonl"}}
+            values[section] = values.get(section, {}) | {where: value}
+            assert TrainConfig.from_dict(values)

@@ -16,8 +16,8 @@ import pytest
 from dbx_llmtrain import storage
 from dbx_llmtrain.driver import fingerprints
 from dbx_llmtrain.driver.sources import resolve_model
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.text.encode import Rules
 from dbx_llmtrain.text.readers import Piece
 from dbx_llmtrain.worker import part

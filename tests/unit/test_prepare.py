@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from dbx_llmtrain import planning, storage
+from dbx_llmtrain import resuming, storage
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.driver.prepare import prepare_data
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import CheckpointError, ConfigError, DataError
-from dbx_llmtrain.records import ModelInfo, PreparedData
-from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.model_sections import ModelConfig
+from dbx_llmtrain.records import ModelInfo, PreparedData, RunPlan
 from dbx_llmtrain.text.prepared import Split
 from dbx_llmtrain.worker.data import Order
 from dbx_llmtrain.worker.loss import LossModule
@@ -462,24 +462,67 @@ def test_c91_the_formatter_is_part_of_the_name(tmp_path: Path, plain: ModelInfo)
         run(lambda row: None)
 
 
-@pytest.mark.parametrize("change", ["template", "max_length", "rows", "eval"])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("template", r"data\.chat_template: .* then, .* now"),
+        ("max_length", r"data\.max_length: 64 then, 63 now\."),
+        ("rows", r"data\.train: \d+ rows (then, \d+ now|as then, but others)"),
+        ("eval", r"data\.train: \d+ rows then, \d+ now; .* data\.eval: 0\.3 then, 0\.6 now"),
+    ],
+)
 def test_c86_a_run_on_other_data_does_not_go_on(
-    tmp_path: Path, plain: ModelInfo, change: str
+    tmp_path: Path, plain: ModelInfo, change: str, told: str
 ) -> None:
     source = write(tmp_path / "train.jsonl", prompts(12))
-    before = run_plan(data=prepare(tmp_path, plain, train=str(source), eval=0.3))
+    before = planned(tmp_path, plain, train=str(source), eval=0.3)
     settings: dict[str, Any] = {"eval": 0.3}
     if change == "template":
         settings["chat_template"] = "{% for m in messages %}{{ m.content }}</s>{% endfor %}"
     elif change == "rows":
         write(source, prompts(13))
     else:
-        settings[change] = {"max_length": 63, "eval": 0.31}[change]
-    after = run_plan(data=prepare(tmp_path, plain, train=str(source), **settings))
-    manifest = {"identity": planning.identity(before), "state": {"step": 1}}
-    planning.check_resume(before, manifest, "/r/step-1")
-    with pytest.raises(CheckpointError, match=r"data was '[0-9a-f]{24}', is '[0-9a-f]{24}'"):
-        planning.check_resume(after, manifest, "/r/step-1")
+        settings[change] = {"max_length": 63, "eval": 0.6}[change]
+    after = planned(tmp_path, plain, train=str(source), **settings)
+    manifest = {"identity": resuming.identity(before), "state": {"step": 1}}
+    resuming.check_resume(before, manifest, "/r/step-1")
+    with pytest.raises(CheckpointError, match=rf"^this run cannot go on from /r/step-1: {told}"):
+        resuming.check_resume(after, manifest, "/r/step-1")
+
+
+def planned(tmp_path: Path, model: ModelInfo, **data: Any) -> RunPlan:
+    settings = {"max_length": 64} | data
+    config = TrainConfig(model={"source": "x"}, data=settings)
+    return run_plan(data=prepare(tmp_path, model, **data), config=config)
+
+
+@pytest.mark.parametrize("changed", ["eval rows", "another set", "test", "the file's name"])
+def test_c86_held_out_rows_may_change_and_files_may_move(
+    tmp_path: Path, plain: ModelInfo, changed: str
+) -> None:
+    source = write(tmp_path / "train.jsonl", prompts(12))
+    held_out = write(tmp_path / "held.jsonl", prompts(3, answer=2))
+    before = planned(tmp_path, plain, train=str(source), eval=str(held_out))
+    settings: dict[str, Any] = {"train": str(source), "eval": str(held_out)}
+    if changed == "eval rows":
+        write(held_out, prompts(4, answer=2))
+    elif changed == "another set":
+        settings["eval"] = {"a": str(held_out), "b": str(write(tmp_path / "b.jsonl", prompts(2)))}
+    elif changed == "test":
+        settings["test"] = str(held_out)
+    else:
+        settings["train"] = str(source.rename(tmp_path / "moved.jsonl"))
+    after = planned(tmp_path, plain, **settings)
+    assert before.data.artifact.fingerprint != after.data.artifact.fingerprint
+    state = {"step": 1, "held_out": resuming.held_out(before)}
+    manifest = {"identity": resuming.identity(before), "state": state}
+    resuming.check_resume(after, manifest, "/r/step-1")
+    told = resuming.judged_by_other_rows(after, manifest)
+    assert told == {
+        "eval rows": "data.eval: 3 then, 4 now",
+        "another set": "data.eval: 3 then, none now; data.eval.a: none then, 3 now; "
+        "data.eval.b: none then, 2 now",
+    }.get(changed, "")
 
 
 def test_sources_are_mixed_by_weight(tmp_path: Path, plain: ModelInfo) -> None:

@@ -16,11 +16,11 @@ from dbx_llmtrain.driver.inputs import Places, find_inputs
 from dbx_llmtrain.driver.prepare import prepare_data
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError, DataError
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.preview_html import preview_page
 from dbx_llmtrain.preview_parts import facts
 from dbx_llmtrain.previewing import DocumentPreview, Preview
 from dbx_llmtrain.records import ModelInfo, PreparedData
-from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.text.prepared import Split
 from dbx_llmtrain.worker.order import Arrangement
 from tests import tiny, words

@@ -28,6 +28,7 @@ from dbx_llmtrain.driver import progress, progress_views
 from dbx_llmtrain.driver.progress import Progress
 from dbx_llmtrain.driver.progress_views import BarView, Task, duration
 from dbx_llmtrain.events import Event
+from dbx_llmtrain.forecasts import TimeEstimate
 from tests import sample
 
 GIB = 2**30
@@ -153,6 +154,19 @@ def test_lines_of_preparing_and_staging(out: Shown, clock: Clock) -> None:
     ]
 
 
+def test_no_rows_yet_are_not_counted(out: Shown, clock: Clock) -> None:
+    with progress.showing("lines", clock=clock) as shown, shown.rows() as count:
+        count(0)
+        clock.now += 31
+        shown.show(progress.Task("preparing", "rows", 0))
+        count(9)
+    assert out.text().splitlines() == [
+        "preparing",
+        "preparing: 31 s so far",
+        "preparing: 9 rows, done in 31 s",
+    ]
+
+
 def test_what_fails_is_not_done(out: Shown, clock: Clock) -> None:
     with progress.showing("lines", clock=clock) as shown:
         with suppress(ValueError), shown.rows() as count:
@@ -211,6 +225,21 @@ def test_the_steps_between_the_reported_ones_are_seen(out: Shown, clock: Clock) 
     assert "training: step 10 of 1,000, 66 min left\n" in out.text()
 
 
+def test_the_plans_estimate_is_told_as_one_until_steps_are_measured(
+    out: Shown, clock: Clock
+) -> None:
+    foreseen = TimeEstimate(flops_per_token=1e9, seconds=7200.0, why="by data sheet")
+    plan = sample.run_plan(total_steps=1000, time=foreseen)
+    with progress.showing("lines", clock=clock) as shown, shown.training(plan) as training:
+        training.event(event("started", 0, 0.0))
+        training.event(event("phase", 0, 0.0, phase="training"))
+        clock.now += 40
+        training.event(event("step", 10, 40.0))
+    text = out.text()
+    assert "training: step 0 of 1,000, about 2 h 0 min left by the plan's estimate\n" in text
+    assert "training: step 10 of 1,000, 66 min left\n" in text, "measured: 4 s a step"
+
+
 def test_a_failed_run_has_no_end_of_training(out: Shown, clock: Clock) -> None:
     plan = sample.run_plan(total_steps=10)
     with progress.showing("lines", clock=clock) as shown, shown.training(plan) as training:
@@ -236,6 +265,20 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 # Bars
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_than_planned(
+    out: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest one was damaged, which the ranks find out."""
+    monkeypatch.setattr(progress_views, "_DRAW_EVERY_S", 0.0)
+    plan = sample.run_plan(total_steps=200, resume_from="/runs/first/checkpoints/step-00000100")
+    with progress.showing("bar") as shown, shown.training(plan) as training:
+        training.event(event("started", 50, 1.0))
+        training.event(event("phase", 50, 1.0, phase="training"))
+        training.event(event("step", 51, 7.0))
+    drawn = [part.strip() for part in out.text().replace("\n", "\r").split("\r")]
+    assert any("51/200" in part and "15 min left" in part for part in drawn)
 
 
 def test_a_bar_in_a_file(out: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,6 +594,55 @@ def test_a_standard_error_that_is_gone_ends_nothing(monkeypatch: pytest.MonkeyPa
     gone.close()
     with bare() as ours, logs.shown("info"):
         ours.error("nobody reads it")
+
+
+NOTES = [
+    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator"),
+    ("TorchDistributor", "Started local training with 2 processes"),
+    ("TorchDistributor", "Finished distributed training with 2 executor processes"),
+]
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_notes_of_other_libraries_are_for_debugging(
+    level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def say() -> list[str]:
+        caplog.clear()
+        for name, note in NOTES:
+            logging.getLogger(name).warning(note)
+            logging.getLogger(name).warning("another one")
+        return caplog.messages
+
+    notes = [note for _, note in NOTES]
+    with bare(), logs.shown(level):
+        logging.getLogger().addHandler(caplog.handler)
+        shown = say()
+    assert [note in shown for note in notes] == [level == "debug"] * 3
+    assert shown.count("another one") == 3
+    assert set(notes) <= set(say()), "afterwards they are the user's"
+    assert not any(logging.getLogger(name).filters for name, _ in NOTES)
+
+
+def test_bars_of_models_are_hidden_and_come_back() -> None:
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging as library
+
+    before = library.is_progress_bar_enabled(), are_progress_bars_disabled()
+    for enabled in (True, False):
+        library.enable_progress_bar() if enabled else library.disable_progress_bar()
+        downloads = are_progress_bars_disabled()
+        with suppress(ValueError), logs.without_bars():
+            assert not library.is_progress_bar_enabled()
+            assert are_progress_bars_disabled() == downloads, "a download takes its time"
+            raise ValueError
+        assert library.is_progress_bar_enabled() == enabled
+        assert are_progress_bars_disabled() == downloads
+    library.enable_progress_bar() if before[0] else library.disable_progress_bar()
+    with bare() as ours, logs.shown("debug"), logs.without_bars():
+        assert library.is_progress_bar_enabled() == before[0]
+        assert logs.is_debugging()
+    assert not ours.isEnabledFor(logging.DEBUG)
 
 
 def test_the_level_of_libraries() -> None:

@@ -11,8 +11,8 @@ from dbx_llmtrain.driver import examples
 from dbx_llmtrain.driver.prepare import prepare_data
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import DataError
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.sections import ModelConfig
 from dbx_llmtrain.text.prepared import Split
 from tests import tiny
 

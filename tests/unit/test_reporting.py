@@ -13,7 +13,8 @@ import pytest
 
 from dbx_llmtrain.channel import Server
 from dbx_llmtrain.events import EVENTS_FILE, Event, read_events
-from dbx_llmtrain.records import RankResult, RunPlan
+from dbx_llmtrain.outcomes import RankResult
+from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker import output, reporting
 from tests import sample
 

@@ -10,7 +10,7 @@ import pytest
 from dbx_llmtrain import cli, credentials, secret_text
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.errors import ConfigError
-from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.model_sections import ModelConfig
 
 PART = "AbCd1234EfGh5678IjKl"
 _JSON = base64.urlsafe_b64encode(b'{"alg": "HS256"}').decode().rstrip("=")

@@ -7,14 +7,14 @@ import random
 import numpy as np
 import torch
 
-from dbx_llmtrain.worker import session
+from dbx_llmtrain.worker import starting
 
 
 def first_draws(seed: int, rank: int, start: int) -> tuple[float, float, float]:
     """What each generator gives first. Training changes their state, so it is put back."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
-        session._seed(seed, rank, start)
+        starting.seed(seed, rank, start)
         return random.random(), float(np.random.rand()), float(torch.rand(()))
     finally:
         random.setstate(states[0])

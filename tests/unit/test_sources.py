@@ -21,8 +21,9 @@ from dbx_llmtrain.driver.inputs import check_files
 from dbx_llmtrain.driver.rows import read_rows, source_files
 from dbx_llmtrain.driver.sources import only_on_driver, resolve_model
 from dbx_llmtrain.errors import ConfigError, DataError
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.sections import DataConfig, ModelConfig, SourceConfig
+from dbx_llmtrain.sections import DataConfig, SourceConfig
 from tests import tiny
 
 ROWS = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(5)]
@@ -564,14 +565,15 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RESOLVE = """
 import json, sys
 from pathlib import Path
-from dbx_llmtrain.sections import ModelConfig
+from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.driver.sources import resolve_model
 from dbx_llmtrain.errors import ConfigError
 
 for source, revision, *wishes in json.loads(sys.argv[1]):
     try:
         trusted, weights = "trusted" in wishes, "small" not in wishes
-        model = ModelConfig(source=source, revision=revision, trust_remote_code=trusted)
+        more = next((wish for wish in wishes if isinstance(wish, dict)), {})
+        model = ModelConfig(source=source, revision=revision, trust_remote_code=trusted, **more)
         info = resolve_model(model, Path(sys.argv[2]), weights=weights)
         print(info.model_dump_json())
     except ConfigError as error:
@@ -637,7 +639,7 @@ def hub(model: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 
 def resolve_elsewhere(endpoint: str, cache: Path, *models: tuple[Any, ...]) -> list[Any]:
     """Model or error text of each id and revision (and ``trusted``: with its code, ``small``:
-    without its weights).
+    without its weights; and more fields of the section).
 
     The hub's client reads its settings when it is imported, hence a process of its own.
     """
@@ -696,6 +698,51 @@ def test_code_of_a_hub_model_is_read_before_its_weights(
     made = Path(info["artifact"]["source"])
     assert {path.name for path in made.iterdir()} == names | {"manifest.json"}
     assert asked.count(f"GET /org/tiny/resolve/{COMMIT}/model.safetensors") == 1
+
+
+def test_a_hub_model_that_starts_at_random_needs_no_weights(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, asked = hub
+    wanted = {"init": "random", "config": {"num_hidden_layers": 3}}
+    (info,) = resolve_elsewhere(endpoint, tmp_path / "cache", ("org/tiny", None, wanted))
+    assert info["shape"]["blocks"] == 3
+    assert info["revision"] == COMMIT
+    assert not any("safetensors" in line for line in asked)
+
+
+def test_fields_of_a_hub_model_are_checked_before_its_weights_are_downloaded(
+    hub: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    endpoint, asked = hub
+    cache = tmp_path / "cache"
+    (refused,) = resolve_elsewhere(
+        endpoint, cache, ("org/tiny", None, {"config": {"num_hidden_layers": 3}})
+    )
+    assert "num_hidden_layers would give the model another shape" in refused
+    assert not any("safetensors" in line for line in asked)
+    (info,) = resolve_elsewhere(
+        endpoint, cache, ("org/tiny", None, {"config": {"attention_dropout": 0.1}})
+    )
+    (weights,) = (entry for entry in info["artifact"]["files"] if "safetensors" in entry["path"])
+    assert Path(weights["origin"]).is_file()
+    assert sum("model.safetensors" in line for line in asked if line.startswith("GET")) == 1
+
+
+def test_a_tokenizer_of_the_hub(hub: tuple[str, list[str]], model: Path, tmp_path: Path) -> None:
+    endpoint, asked = hub
+    source = copy_of(model, tmp_path / "own")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (source / name).unlink(missing_ok=True)
+    words = {"tokenizer": {"source": "org/tiny", "revision": COMMIT}}
+    lost = {"tokenizer": "org/none"}
+    info, refused = resolve_elsewhere(
+        endpoint, tmp_path / "cache", (str(source), None, words), (str(source), None, lost)
+    )
+    made = Path(info["artifact"]["source"])
+    assert (made / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert not any("safetensors" in line for line in asked)
+    assert "model.tokenizer: no folder org/none, and the Hugging Face hub did not" in refused
 
 
 def test_a_hub_model_lacks_two_things(hub: tuple[str, list[str]], tmp_path: Path) -> None:

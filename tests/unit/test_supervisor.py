@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dbx_llmtrain.records import RankRecord
+from dbx_llmtrain.outcomes import RankRecord
 from dbx_llmtrain.worker import output, supervisor
 from dbx_llmtrain.worker.output import LineSplitter
 
@@ -32,16 +32,27 @@ supervisor.run(plan, secrets, "rank_program", sys.argv[2])
 class Supervised:
     """A supervisor in a process of its own, as a launcher would start it."""
 
-    def __init__(self, folder: Path, action: str, *, rank: int = 1, **env: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        action: str,
+        *,
+        rank: int = 1,
+        given: dict[str, str] | None = None,
+        **env: str,
+    ) -> None:
         self.run_dir = folder / "run"
-        self.run_dir.mkdir()
+        self.run_dir.mkdir(parents=True)
         self.rank = rank
         self.stop_file = folder / "stop"
-        variables = {"ACTION": action, "PYTHONPATH": str(PROGRAMS)}
+        variables = {"ACTION": action, "PYTHONPATH": str(PROGRAMS)} | (given or {})
         plan = {
             "attempt": "a1",
+            "micro_batch_size": 8,
+            "accumulation": 1,
             "run_dir": str(self.run_dir),
             "use_gpu": True,
+            "local_dir": str(folder / "local"),
             "config": {"cluster": {"env": variables}},
         }
         (folder / "plan.json").write_text(json.dumps(plan))
@@ -131,6 +142,40 @@ def test_the_environment_of_the_trainer(tmp_path: Path) -> None:
     assert [b"s3cret" in content for content in everything].count(True) == 1  # the test's own file
 
 
+def test_caches_of_the_trainer_lie_on_the_nodes_own_disk_unless_they_are_given(
+    tmp_path: Path,
+) -> None:
+    given = {"HF_HOME": "/by/cluster.env", "GIVEN_BY_CONFIG": "yes"}
+    run = Supervised(
+        tmp_path, "environment", given=given, HF_HOME="/by/node", TRITON_CACHE_DIR="/by/node"
+    )
+    assert run.end()[0] == 0
+    shown = json.loads((run.run_dir / "shown-1.json").read_text())
+    assert shown["given"] == "yes"
+    assert shown["caches"] == {
+        "HF_HOME": "/by/cluster.env",
+        "TRITON_CACHE_DIR": "/by/node",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "local/caches/torchinductor"),
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "local/caches/torch_extensions"),
+    }
+
+
+def test_a_local_folder_that_cannot_be_made_is_in_the_record(tmp_path: Path) -> None:
+    (tmp_path / "local").write_text("a file is in the way")
+    code, _, record = Supervised(tmp_path, "finish").end()
+    assert code == 1
+    assert "StagingError" in record.error
+    assert "cluster.local_dir" in record.error
+
+
+def test_a_lack_of_memory_is_the_cause_in_the_record(tmp_path: Path) -> None:
+    code, _, record = Supervised(tmp_path, "out_of_memory").end()
+    assert code == 1
+    assert record.error.startswith("OutOfMemoryError: CUDA out of memory")
+    assert (record.cause, record.step) == ("out_of_memory", 0)
+    assert Supervised(tmp_path / "b", "raise").end()[2].cause == ""
+
+
 def test_a_rank_that_raises(tmp_path: Path) -> None:
     code, printed, record = Supervised(tmp_path, "raise").end()
     assert code == 1
@@ -160,7 +205,11 @@ def test_a_rank_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("action", "said"),
-    [("exit", "exit code 3"), ("plain_error", "ZeroDivisionError: division by zero")],
+    [
+        ("exit", "exit code 3"),
+        ("plain_error", "ZeroDivisionError: division by zero"),
+        ("plain_error_of_lines", "ValueError: 2 faults\n  - one\nsee elsewhere"),
+    ],
 )
 def test_programs_that_leave_no_report(tmp_path: Path, action: str, said: str) -> None:
     _, _, record = Supervised(tmp_path, action).end()
@@ -223,6 +272,63 @@ def test_a_stubborn_trainer_and_its_children_are_killed(tmp_path: Path) -> None:
     assert record.exit_code == -signal.SIGKILL
     assert record.stopped
     until(lambda: not run.trainers())
+
+
+def test_a_trainer_that_saves_before_it_ends_is_given_the_time(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, "saves", given={"SECONDS": "7"})
+    run.wait_for("waiting")
+    run.process.terminate()
+    started = time.monotonic()
+    code, _, record = run.end()
+    assert time.monotonic() - started > 6.5, "longer than one that does not answer is given"
+    assert code == 1
+    assert (record.exit_code, record.stopped, record.step) == (143, True, 7)
+    assert record.error == "Stopped: ended after step 7"
+
+
+def test_a_trainer_that_ends_because_the_run_was_asked_to_has_not_failed(tmp_path: Path) -> None:
+    """Nobody has told its supervisor."""
+    run = Supervised(tmp_path, "takes_requests", rank=0, given={"SECONDS": "0"})
+    run.wait_for("waiting")
+    (run.run_dir / "CANCEL").touch()
+    _, _, record = run.end()
+    assert (record.exit_code, record.stopped) == (143, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, False),
+        ({"stopped": True}, True),
+        ({"status": "finished"}, True),
+        ({"attempt": "a0"}, True),
+    ],
+    ids=["failed", "stopped", "finished", "of an earlier attempt"],
+)
+def test_it_is_not_waited_for_a_checkpoint_that_another_rank_cannot_write(
+    tmp_path: Path, changes: dict[str, Any], waits: bool
+) -> None:
+    run = Supervised(tmp_path, "saves", given={"SECONDS": "3"})
+    run.wait_for("waiting")
+    other = {"attempt": "a1", "rank": 0, "status": "failed", "stopped": False}
+    supervisor.record_path(run.run_dir, 0).write_text(json.dumps(other | changes))
+    run.process.terminate()
+    started = time.monotonic()
+    _, _, record = run.end()
+    took = time.monotonic() - started
+    assert record.stopped
+    assert (record.exit_code, took > 2.5) == ((143, True) if waits else (-signal.SIGKILL, False))
+
+
+def test_after_the_stop_file_there_is_no_more_time(tmp_path: Path) -> None:
+    """The driver has asked for a checkpoint before, and waited for it."""
+    run = Supervised(tmp_path, "saves", given={"SECONDS": "20"})
+    run.wait_for("waiting")
+    run.stop_file.touch()
+    started = time.monotonic()
+    _, _, record = run.end()
+    assert 4.0 < time.monotonic() - started < 12.0
+    assert (record.exit_code, record.stopped) == (-signal.SIGKILL, True)
 
 
 def test_the_stop_file_ends_the_trainer(tmp_path: Path) -> None:

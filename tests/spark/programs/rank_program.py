@@ -16,6 +16,7 @@ from pathlib import Path
 
 FOLDER = Path(os.environ.get("DBX_LLMTRAIN_RANK_DIR", "."))
 RANK = int(os.environ.get("RANK", "0"))
+CACHES = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 
 
 def finish(**metrics: float) -> None:
@@ -40,6 +41,8 @@ def action_environment() -> None:
         "local_rank": os.environ.get("LOCAL_RANK"),
         "cwd_on_path": str(Path.cwd() in map(Path, sys.path)),
         "attempt": plan["attempt"],
+        "given": os.environ.get("GIVEN_BY_CONFIG"),
+        "caches": {name: os.environ.get(name) for name in CACHES},
     }
     Path(plan["run_dir"], f"shown-{RANK}.json").write_text(json.dumps(shown))
     finish()
@@ -91,6 +94,20 @@ def action_killed_while_reporting() -> None:
         action_killed()
 
 
+def action_out_of_memory() -> None:
+    """Rank 1 has memory for two examples at once. It says so as torch does."""
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    limit = int(os.environ.get("EXAMPLES_THAT_FIT", "2"))
+    if RANK == 1 and plan["micro_batch_size"] > limit:
+
+        class OutOfMemoryError(RuntimeError):
+            pass
+
+        (FOLDER / "step").write_text(os.environ.get("STEPS_DONE", "0"))
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    finish(micro_batch=plan["micro_batch_size"], accumulation=plan["accumulation"])
+
+
 def action_wait() -> None:
     print("waiting", flush=True)
     time.sleep(120)
@@ -101,6 +118,37 @@ def action_stubborn() -> None:
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     action_wait()
+
+
+def action_saves() -> None:
+    """Told to end, it says that it will save, takes SECONDS for it and ends by itself."""
+
+    def on_signal(*_: object) -> None:
+        (FOLDER / "saving").touch()
+        time.sleep(float(os.environ.get("SECONDS", "6")))
+        failure = {"error": "Stopped: ended after step 7", "step": 7, "stopped": True}
+        (FOLDER / "failure.json").write_text(json.dumps(failure))
+        os._exit(143)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    action_wait()
+
+
+def action_takes_requests() -> None:
+    """Rank 0 takes the request to end; both leave SECONDS later, as a run that was cancelled."""
+    run_dir = Path(json.loads(Path(sys.argv[1]).read_text())["run_dir"])
+    print("waiting", flush=True)
+    while RANK == 0 and not (run_dir / "CANCEL").exists():
+        time.sleep(0.1)
+    if RANK == 0:
+        (run_dir / "CANCEL").unlink()
+        (run_dir / "taken").touch()
+    while not (run_dir / "taken").exists():
+        time.sleep(0.1)
+    time.sleep(float(os.environ.get("SECONDS", "2")))
+    failure = {"error": "Stopped: ended after step 7", "step": 7, "stopped": True}
+    (FOLDER / "failure.json").write_text(json.dumps(failure))
+    sys.exit(143)
 
 
 def action_bytes() -> None:
@@ -125,6 +173,12 @@ def action_exit() -> None:
 def action_plain_error() -> None:
     """A program that does not keep the protocol."""
     raise SystemExit(os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", "1/0"]))
+
+
+def action_plain_error_of_lines() -> None:
+    """The same with a message of several lines."""
+    script = "raise ValueError('2 faults\\n  - one\\nsee elsewhere')"
+    raise SystemExit(os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", script]))
 
 
 def action_import_error() -> None:
