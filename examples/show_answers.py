@@ -40,7 +40,7 @@ def find_run(folder: Path) -> Path:
 
 def first_question(plan: dict[str, Any]) -> str:
     """The user's words in the first row of the held-out file."""
-    source = plan["config"]["data"].get("eval")
+    source = plan["config"].get("data", {}).get("eval")
     path = Path(source["path"] if isinstance(source, dict) else str(source))
     try:
         with path.open(encoding="utf-8") as rows:
