@@ -16,6 +16,8 @@ RUN := JAVA_HOME="$$(cat .venv/java_home)" PATH="$(BIN):$$PATH"
 READY := .venv/packages.stamp .venv/java_home
 MASTER ?= local-cluster[2,1,2048]
 OLDEST := JAVA_HOME="$$(tools/java.sh)" PATH="$(CURDIR)/.venv-oldest/bin:$$PATH"
+# What asks most of other versions' interfaces; the rest of the ranks' tests is in test-oldest-full.
+OLDEST_DIST := $(addprefix tests/dist/test_,parity.py lora.py exporting.py main.py checkpoint_files.py)
 OLDEST_SPARK := tests/spark/test_train.py::test_train_on_two_executors
 QUICK := -m "not slow and not gpu"
 # Unit tests take one processor each; ranks and executors have the machine for themselves.
@@ -67,10 +69,20 @@ test: $(READY) .venv/browser ## The tests, without the slow ones
 test-full: $(READY) .venv/browser ## All tests; what needs a GPU says so when there is none
 	@$(RUN) CHROMIUM="$$(cat .venv/browser)" python -m pytest $(PYTEST_ARGS)
 
+# How often the fault suite runs: make faults N=20
+N ?= 1
+.PHONY: faults
+faults: $(READY) ## The fault suite N times: ranks, executors and drivers are killed
+	@for i in $$(seq $(N)); do echo "faults: $$i of $(N)"; $(RUN) python -m pytest -q tests/spark/test_faults.py $(PYTEST_ARGS) || exit 1; done
+
 .PHONY: test-oldest
-test-oldest: .venv-oldest/packages.stamp ## Unit and rank tests and one Spark run on the oldest versions
+test-oldest: .venv-oldest/packages.stamp ## Unit tests, ranks and one Spark run on the oldest versions
 	@$(OLDEST) python -m pytest $(QUICK) $(UNIT) $(PYTEST_ARGS)
-	@$(OLDEST) python -m pytest $(QUICK) tests/dist $(OLDEST_SPARK) $(PYTEST_ARGS)
+	@$(OLDEST) python -m pytest $(QUICK) $(OLDEST_DIST) $(OLDEST_SPARK) $(PYTEST_ARGS)
+
+.PHONY: test-oldest-full
+test-oldest-full: .venv-oldest/packages.stamp ## All unit and rank tests on the oldest versions
+	@$(OLDEST) python -m pytest tests/unit tests/dist $(OLDEST_SPARK) $(PYTEST_ARGS)
 
 .venv-oldest/packages.stamp: pyproject.toml constraints/oldest.txt tools/venv.sh
 	@tools/venv.sh .venv-oldest constraints/oldest.txt $(OLDEST_PYTHON)

@@ -23,10 +23,20 @@ ZERO = [("zero1", 2), ("zero2", 2), ("zero3", 2)]
 """DeepSpeed, in the parity table; what is its own is tested elsewhere."""
 
 TABLES = [*WORLDS, *VARIANTS, *ZERO]
+SLOW = {*VARIANTS, ("ddp", 1), ("fsdp", 1)}
+"""Left to the full run: what differs from the others in little."""
 
 
 def _name(world: World) -> str:
     return f"{world[0]}-{world[1]}"
+
+
+def _params(worlds: list[World]) -> list[Any]:
+    """Parameters of a fixture, with the slow ones marked."""
+    return [
+        pytest.param(world, marks=pytest.mark.slow if world in SLOW else (), id=_name(world))
+        for world in worlds
+    ]
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +63,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[World], Results
     return of
 
 
-@pytest.fixture(scope="session", params=WORLDS, ids=_name)
+@pytest.fixture(scope="session", params=_params(WORLDS))
 def world(request: pytest.FixtureRequest) -> World:
     """Strategy and number of ranks."""
     chosen: World = request.param
@@ -66,7 +76,7 @@ def results(world: World, found: Callable[[World], Results]) -> Results:
     return found(world)
 
 
-@pytest.fixture(scope="session", params=[*WORLDS, *VARIANTS], ids=_name)
+@pytest.fixture(scope="session", params=_params([*WORLDS, *VARIANTS]))
 def any_world(request: pytest.FixtureRequest) -> World:
     """Strategy and number of ranks, also of the variants."""
     chosen: World = request.param
@@ -79,7 +89,7 @@ def any_results(any_world: World, found: Callable[[World], Results]) -> Results:
     return found(any_world)
 
 
-@pytest.fixture(scope="session", params=TABLES, ids=_name)
+@pytest.fixture(scope="session", params=_params(TABLES))
 def table_world(request: pytest.FixtureRequest) -> World:
     """Strategy and number of ranks of every launch that has the parity table."""
     chosen: World = request.param
@@ -93,7 +103,7 @@ def table(table_world: World, found: Callable[[World], Results]) -> Results:
     return results
 
 
-@pytest.fixture(scope="session", params=VARIANTS, ids=_name)
+@pytest.fixture(scope="session", params=_params(VARIANTS))
 def variant(request: pytest.FixtureRequest) -> World:
     """Strategy and number of ranks of a variant."""
     chosen: World = request.param

@@ -291,8 +291,9 @@ def given_up(context: Context) -> dict[str, Any]:
 def weights(context: Context) -> dict[str, Any]:
     """The weights alone of every strategy's checkpoint so far."""
     found = {}
-    for origin in STRATEGIES[: STRATEGIES.index(context.strategy) + 1]:
-        stored = torch.load(shared(context) / f"{origin}.pt")
+    files = {name: shared(context) / f"{name}.pt" for name in STRATEGIES}
+    for origin in [name for name, file in files.items() if file.exists()]:
+        stored = torch.load(files[origin])
         folder = run_dir(context, "").parent / origin / "moment"
         run = make(context, context.strategy, seed=9)
         fresh = everything(run)

@@ -189,6 +189,7 @@ def test_c88_only_rank_0_gets_the_whole_model(ranks: dict[str, Any], strategy: s
         assert found == {"keys": [keys, 0], "equal": True, "plain": True}
 
 
+@pytest.mark.slow
 def test_c88_a_rank_that_skips_the_gather_ends_in_a_time_out(tmp_path: Path) -> None:
     script = tmp_path / "skip.py"
     script.write_text(

@@ -14,7 +14,9 @@ Results = dict[str, Any]
 
 
 @pytest.fixture(
-    scope="module", params=[("single", 1), ("ddp", 2), ("fsdp", 2)], ids=["single", "ddp", "fsdp"]
+    scope="module",
+    params=[("single", 1), pytest.param(("ddp", 2), marks=pytest.mark.slow), ("fsdp", 2)],
+    ids=["single", "ddp", "fsdp"],
 )
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What the cases found on these ranks, by case."""

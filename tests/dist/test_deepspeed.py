@@ -18,8 +18,7 @@ STAGES = ("zero1", "zero2", "zero3")
 def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By stage and case; under ``folder`` lie the checkpoints."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    found = {stage: launch(stage, 2, folder, CASES) for stage in STAGES}
-    return found | {"folder": folder}
+    return launch(",".join(STAGES), 2, folder, CASES) | {"folder": folder}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,13 @@ def two(request: pytest.FixtureRequest, on_two: dict[str, Any]) -> dict[str, Any
     return results | {"stage": request.param, "ranks": 2}
 
 
-@pytest.fixture(params=[(stage, ranks) for ranks in (2, 1) for stage in STAGES], ids=str)
+_BOTH = [
+    *((stage, 2) for stage in STAGES),
+    *(pytest.param((stage, 1), marks=pytest.mark.slow) for stage in STAGES),
+]
+
+
+@pytest.fixture(params=_BOTH, ids=str)
 def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the cases of a stage found on two ranks, or on one."""
     stage, ranks = request.param

@@ -128,6 +128,7 @@ def test_one_process_needs_no_launcher_and_says_nothing(tmp_path: Path) -> None:
     assert not list(Path(str(plan.local_dir)).rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_cluster_env_reaches_deepspeed(tmp_path: Path) -> None:
     """It reads this variable when it is imported, and takes numbers only."""
     parallel = ParallelConfig(kind="deepspeed", stage=2)
@@ -139,6 +140,7 @@ def test_cluster_env_reaches_deepspeed(tmp_path: Path) -> None:
     assert "'seven'" in done.stderr
 
 
+@pytest.mark.slow
 def test_c109_an_operator_that_cannot_be_built_is_refused(tmp_path: Path) -> None:
     parallel = ParallelConfig(kind="deepspeed", stage=2, offload_optimizer="cpu")
     plan = plans.plan(tmp_path, **settings(parallel, world_size=1), train={"max_steps": 2})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,30 +26,26 @@ from dbx_llmtrain.worker.jobs import Progress
 from dbx_llmtrain.worker.main import run
 from tests import reference, tiny
 from tests.dist import plans
-from tests.dist.launch import launch, two_ranks
+from tests.dist.launch import Launched, some_slow, two_ranks
 
 pytestmark = pytest.mark.dist
 
-GROUPS = (("single", 1), ("ddp,fsdp,grad_op,offload", 2), ("zero2,zero3", 2))
+GROUPS = (("single", 1), ("ddp,fsdp", 2), ("grad_op,offload", 2), ("zero2,zero3", 2))
 STRATEGIES = [name for names, _ in GROUPS for name in names.split(",")]
+QUICK = ("single", "ddp", "fsdp")
 SIZES = {name: size for names, size in GROUPS for name in names.split(",")}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What the cases found, by strategy."""
-    results: dict[str, Any] = {}
-    for names, size in GROUPS:
-        folder = tmp_path_factory.mktemp("evaluations")
-        given = launch(names, size, folder, "tests.dist.evaluation_cases")
-        results |= given if "," in names else {names: given}
-    return results
+    return Launched(GROUPS, "tests.dist.evaluation_cases", tmp_path_factory)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 @pytest.mark.parametrize("case", ["free", "early", "one"])
 def test_answers_are_those_of_plain_greedy_generation(
-    found: dict[str, Any], strategy: str, case: str
+    found: Mapping[str, Any], strategy: str, case: str
 ) -> None:
     given = found[strategy]["answers"][case]
     assert given["texts"]
@@ -62,9 +58,9 @@ def test_answers_are_those_of_plain_greedy_generation(
         assert len(set(given["tokens"])) > 1, "the ranks do not end together"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 def test_c49_answers_and_own_metrics_leave_training_bitwise_as_it_was(
-    found: dict[str, Any], strategy: str
+    found: Mapping[str, Any], strategy: str
 ) -> None:
     given = found[strategy]["unnoticed"]
     assert given["bitwise"]
@@ -74,9 +70,9 @@ def test_c49_answers_and_own_metrics_leave_training_bitwise_as_it_was(
     assert given["changed"], "of the weights as they are"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 def test_the_model_that_is_lent_is_whole_and_in_evaluation_mode(
-    found: dict[str, Any], strategy: str
+    found: Mapping[str, Any], strategy: str
 ) -> None:
     given = found[strategy]["lent"]
     assert given["fp32"] == {"difference": 0.0, "training": False, "back": True, "tokens": 3}

@@ -30,7 +30,7 @@ from dbx_llmtrain.worker.saving import saving
 from dbx_llmtrain.worker.world import open_world
 from tests import sample, tiny, words
 from tests.dist import plans
-from tests.dist.launch import two_ranks
+from tests.dist.launch import some_slow, two_ranks
 from tests.dist.test_main_data import masked_plan
 from tests.hub_server import TOKEN, serving, with_hub
 
@@ -44,6 +44,7 @@ PARALLEL = {
     "zero2": ParallelConfig(kind="deepspeed", stage=2),
     "zero3": ParallelConfig(kind="deepspeed", stage=3, config=ALL_PARTITIONED),
 }
+QUICK = ("ddp", "fsdp", "lora", "zero3")
 CHATS = [
     ("the cat", "sat on the mat"),
     ("what is it?", "forty two."),
@@ -164,7 +165,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, RunPlan]:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("name", some_slow(PARALLEL, QUICK))
 def test_c94_c96_c100_c101_a_checkpoint_gives_the_export_of_the_run_that_wrote_it(
     runs: Mapping[str, RunPlan], name: str, tmp_path: Path
 ) -> None:
@@ -188,7 +189,7 @@ def test_c102_an_adapter_by_itself_is_that_of_the_run(
     assert (found.adapter, found.dtype) == (True, "fp32")
 
 
-@pytest.mark.parametrize("name", [name for name in PARALLEL if name != "lora"])
+@pytest.mark.parametrize("name", some_slow([name for name in PARALLEL if name != "lora"], QUICK))
 def test_c98_an_overfitted_model_stops_by_itself(runs: Mapping[str, RunPlan], name: str) -> None:
     found = llm.generate(runs[name].run_dir, [question for question, _ in CHATS], max_new_tokens=20)
     assert found.texts == [answer for _, answer in CHATS]
@@ -571,6 +572,7 @@ print("MOST", max(seen) - before)
 """
 
 
+@pytest.mark.slow
 def test_an_export_takes_the_memory_of_one_model(tmp_path: Path) -> None:
     source = tiny.model_folder(tmp_path / "source")
     model = tiny.llama(

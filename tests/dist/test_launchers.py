@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from dbx_llmtrain.events import read_events
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker.main import run
 from tests.dist import plans
-from tests.dist.launch import TIMEOUT
+from tests.dist.launch import TIMEOUT, free_port
 
 pytestmark = pytest.mark.dist
 
@@ -44,12 +43,6 @@ class Note:
 
 sys.meta_path.insert(0, Note())
 '''
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def two_nodes(plan: RunPlan, folder: Path, **more: str) -> list[tuple[int, str]]:

@@ -18,8 +18,8 @@ from dbx_llmtrain.events import read_events
 from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.worker import node
 from dbx_llmtrain.worker.main import run
+from dbx_llmtrain.worker.staged import stage
 from tests import tiny
 from tests.dist import plans
 from tests.dist.launch import launch
@@ -90,7 +90,7 @@ def grow(folder: Path) -> None:
             config["tokenizer"] = {"pad_vocab_to_multiple_of": 112}
         info = resolve_model(ModelConfig(**config), folder / "cache")
         assert info.vocab_size == 112
-        staged = node.stage(info.artifact.model_dump(), str(folder / "local"))
+        staged = stage(info.artifact.model_dump(), str(folder / "local"))
         settings[name] = config | {"folder": str(staged)}
     (folder / "grown.json").write_text(json.dumps(settings))
 
@@ -116,7 +116,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Res
     return of
 
 
-@pytest.fixture(params=RUNS, ids=lambda run: f"{run[0]}-{run[1]}")
+@pytest.fixture(
+    params=[
+        pytest.param(run, marks=pytest.mark.slow if run[1] == 4 else (), id=f"{run[0]}-{run[1]}")
+        for run in RUNS
+    ]
+)
 def results(request: pytest.FixtureRequest, loaded: Callable[[str, int], Results]) -> Results:
     """Of one of ``RUNS``."""
     strategy, size = request.param
@@ -262,6 +267,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found | {"size": size}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_c72_a_rank_takes_little_more_memory_than_its_shard(
     large: dict[str, Any], init: str
@@ -274,6 +280,7 @@ def test_c72_a_rank_takes_little_more_memory_than_its_shard(
     assert max(large["fsdp"][init]["taken"]) < 0.75 * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_c72_a_large_model_is_read_once(large: dict[str, Any], strategy: str) -> None:
     asked = large[strategy]["pretrained"]["asked"]

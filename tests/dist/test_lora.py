@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +16,25 @@ from dbx_llmtrain import storage
 from dbx_llmtrain.events import read_events
 from dbx_llmtrain.records import RunPlan
 from tests.dist import plans
-from tests.dist.launch import launch, two_ranks
+from tests.dist.launch import Launched, some_slow, two_ranks
 from tests.dist.lora_cases import LORAS
 
 pytestmark = pytest.mark.dist
 
 LAUNCHES = [("single", 1), ("ddp,fsdp", 2), ("zero1,zero2,zero3", 2)]
 STRATEGIES = [name for names, _ in LAUNCHES for name in names.split(",")]
+QUICK = ("single", "ddp", "fsdp")
 RUNS = ("ddp", "fsdp")
 LORA = {"r": 4, "dropout": 0.1, "modules_to_save": ["lm_head"]}
 
 
-class Found(Mapping[str, Any]):
-    """What the cases found, by strategy; each launch is made when it is first asked for."""
-
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
-        self._known: dict[str, Any] = {}
-
-    def __getitem__(self, strategy: str) -> Any:
-        if strategy not in self._known:
-            names, size = next(launch for launch in LAUNCHES if strategy in launch[0].split(","))
-            folder = self._folders.mktemp(names.replace(",", "-"))
-            launched = launch(names, size, folder, "tests.dist.lora_cases")
-            self._known |= launched if "," in names else {names: launched}
-        return self._known[strategy]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(STRATEGIES)
-
-    def __len__(self) -> int:
-        return len(STRATEGIES)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """See ``Found``."""
-    return Found(tmp_path_factory)
+    """What the cases found, by strategy."""
+    return Launched(LAUNCHES, "tests.dist.lora_cases", tmp_path_factory)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 def test_c74_only_adapters_have_gradients_and_they_are_those_of_one_process(
     found: Mapping[str, Any], strategy: str
 ) -> None:
@@ -69,7 +48,7 @@ def test_c74_only_adapters_have_gradients_and_they_are_those_of_one_process(
         assert case["loss"] < 1e-5, name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_c65_and_c74_the_base_stays_bitwise_as_it_was_and_all_adapters_move(
     found: Mapping[str, Any], strategy: str, precision: str
@@ -84,6 +63,7 @@ def test_c65_and_c74_the_base_stays_bitwise_as_it_was_and_all_adapters_move(
     assert case["losses"][-1] < case["losses"][0] - 0.05
 
 
+@pytest.mark.slow
 def test_adapters_start_and_train_alike_whatever_the_strategy(found: Mapping[str, Any]) -> None:
     for precision, off in (("fp32", 1e-5), ("bf16", 0.02)):
         cases = [found[strategy]["training"][precision] for strategy in STRATEGIES]
@@ -95,12 +75,12 @@ def test_adapters_start_and_train_alike_whatever_the_strategy(found: Mapping[str
     assert len(starts) == 1
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if "zero" not in name])
+@pytest.mark.parametrize("strategy", QUICK)
 def test_the_optimizer_holds_the_adapters_alone(found: Mapping[str, Any], strategy: str) -> None:
     assert found[strategy]["training"]["fp32"]["held"] == 28
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 def test_a_checkpoint_holds_what_is_trained_and_goes_on_exactly(
     found: Mapping[str, Any], strategy: str
 ) -> None:
@@ -111,7 +91,7 @@ def test_a_checkpoint_holds_what_is_trained_and_goes_on_exactly(
     assert case["goes_on"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 @pytest.mark.parametrize("name", LORAS)
 def test_c102_merged_logits_are_those_of_the_adapter(
     found: Mapping[str, Any], strategy: str, name: str

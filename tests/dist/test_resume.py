@@ -22,8 +22,8 @@ from dbx_llmtrain.worker.data import Order
 from dbx_llmtrain.worker.main import run
 from tests import tiny
 from tests.dist import plans
-from tests.dist.launch import two_ranks
-from tests.dist.test_main import events, same_threads, tensors
+from tests.dist.launch import some_slow, two_ranks
+from tests.dist.test_main import TIMED, events, same_threads, tensors
 
 __all__ = ["same_threads"]
 pytestmark = pytest.mark.dist
@@ -41,7 +41,7 @@ STRATEGIES = {
     "zero3": ParallelConfig(kind="deepspeed", stage=3, config=PARTITIONED),
 }
 KILL_ONE, KILL_BOTH = (0, -signal.SIGKILL), (-signal.SIGKILL, -signal.SIGKILL)
-DIES = {"ddp": KILL_ONE, "fsdp": KILL_BOTH, "zero2": KILL_BOTH, "zero3": KILL_ONE}
+DIES = {"ddp": KILL_BOTH, "fsdp": KILL_ONE, "zero2": KILL_BOTH, "zero3": KILL_ONE}
 """Exit codes: a rank that only loses the other one says so, and ends by itself."""
 
 
@@ -140,7 +140,7 @@ def rows(folder: Path, plan: RunPlan, rank: int) -> list[str]:
     return found
 
 
-by_strategy = pytest.mark.parametrize("name", STRATEGIES)
+by_strategy = pytest.mark.parametrize("name", some_slow(STRATEGIES, "fsdp"))
 
 
 @by_strategy
@@ -175,11 +175,10 @@ def test_c83_every_row_comes_in_its_place(runs: Runs, name: str, folder: Path) -
 @by_strategy
 def test_c83_learning_rates_losses_and_evaluations_are_the_same(runs: Runs, name: str) -> None:
     whole, _, rest = runs(name)
-    timed = {"tokens_per_second", "seconds_per_step", "memory_bytes"}
 
     def told(plan: RunPlan) -> dict[tuple[int, str], dict[str, float]]:
         return {
-            (event.step, event.kind): {k: v for k, v in event.metrics.items() if k not in timed}
+            (event.step, event.kind): {k: v for k, v in event.metrics.items() if k not in TIMED}
             for event in events(plan)
             if event.kind in ("step", "eval")
         }
@@ -201,7 +200,9 @@ def test_c87_the_kill_left_a_complete_checkpoint_and_nothing_that_looks_like_one
     assert storage.torn(Path(killed.run_dir)) == []
 
 
-@pytest.mark.parametrize("name", [name for name, codes in DIES.items() if codes == KILL_ONE])
+@pytest.mark.parametrize(
+    "name", some_slow([name for name, codes in DIES.items() if codes == KILL_ONE], "fsdp")
+)
 def test_a_rank_that_loses_the_other_ends_by_itself_and_says_so(
     runs: Runs, name: str, folder: Path
 ) -> None:
@@ -212,12 +213,10 @@ def test_a_rank_that_loses_the_other_ends_by_itself_and_says_so(
 
 # Other ranks, another strategy ----------------------------------------------------------------
 
-CROSSED = [("ddp", "single"), ("fsdp", "single"), ("zero3", "single")]
 
-
-@pytest.mark.parametrize(("origin", "other"), CROSSED)
+@pytest.mark.parametrize("origin", some_slow(("ddp", "fsdp", "zero3"), "fsdp"))
 def test_c84_one_rank_goes_on_from_two(
-    runs: Runs, folder: Path, tmp_path: Path, origin: str, other: str
+    runs: Runs, folder: Path, tmp_path: Path, origin: str
 ) -> None:
     """What is loaded is bitwise what was saved; every later step has the same rows."""
     whole = runs(origin)[0]
@@ -280,6 +279,7 @@ def from_one(folder: Path, runs: Runs) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_c84_two_ranks_and_other_strategies_go_on_from_any_checkpoint(
     from_one: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -291,6 +291,7 @@ def test_c84_two_ranks_and_other_strategies_go_on_from_any_checkpoint(
             assert bitwise(start, at(plan, SAVED), scratch), (origin, other)
 
 
+@pytest.mark.slow
 def test_c84_every_later_step_has_the_same_rows(from_one: dict[str, Any]) -> None:
     for (origin, _), plan in from_one["rest"].items():
         same_rows(from_one["origins"][origin], plan)
@@ -319,12 +320,12 @@ def stopped(folder: Path, runs: Runs) -> dict[str, tuple[RunPlan, list[dict[str,
         "ddp-signal": ({}, {IN_STEP_3: "SIGTERM"}),
         "fsdp-request": ({IN_STEP_3: "STOP"}, {}),
     }
-    damaged = make(folder, "ddp-damaged")
+    damaged = make(folder, "fsdp-damaged")
     for step in (SAVED, 2 * SAVED):
-        shutil.copytree(at(runs("ddp")[0], step), at(damaged, step))
+        shutil.copytree(at(runs("fsdp")[0], step), at(damaged, step))
     file = at(damaged, 2 * SAVED) / "rng-00001.json"
     file.write_text(file.read_text().replace("1", "2", 1))
-    chosen["ddp-damaged"] = damaged.model_copy(update={"resume_from": str(at(damaged, 2 * SAVED))})
+    chosen["fsdp-damaged"] = damaged.model_copy(update={"resume_from": str(at(damaged, 2 * SAVED))})
     for plan in chosen.values():
         Path(plan.run_dir).mkdir(exist_ok=True)
     places = {name: lay_out(folder, plan, *actions.get(name, ())) for name, plan in chosen.items()}
@@ -373,13 +374,13 @@ def test_both_go_on_from_the_checkpoint_before_a_damaged_one(
     stopped: dict[str, Any], runs: Runs, tmp_path: Path
 ) -> None:
     """Only one of them has read the file that is damaged."""
-    plan, outcomes = stopped["ddp-damaged"]
+    plan, outcomes = stopped["fsdp-damaged"]
     assert [outcome["steps"] for outcome in outcomes] == [STEPS, STEPS]
     (started,) = events(plan, "started")
     assert (started.step, started.data["resumed_from"]) == (SAVED, str(at(plan, SAVED)))
     (warning,) = (note for note in started.data["notes"] if note.startswith("Warning:"))
     assert "rng-00001.json is damaged" in warning
-    assert bitwise(at(runs("ddp")[0], STEPS), at(plan, STEPS), tmp_path)
+    assert bitwise(at(runs("fsdp")[0], STEPS), at(plan, STEPS), tmp_path)
 
 
 # How long it takes to get there ---------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from dbx_llmtrain.worker import checkpoint
 from dbx_llmtrain.worker.world import World, open_world
 from tests import volumes
 from tests.dist import checkpoint_cases, saving_cases
-from tests.dist.launch import TIMEOUT, run_ranks
+from tests.dist.launch import TIMEOUT, run_ranks, some_slow
 from tests.dist.runs import Context
 
 pytestmark = pytest.mark.dist
 
 BOTH = [True, True]
 STRATEGIES = saving_cases.STRATEGIES
+Ranks = Callable[[str], dict[str, Any]]
+QUICK = (saving_cases.ONE, "zero3")
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +44,29 @@ def needs_volume(volume: volumes.Volume | None) -> volumes.Volume:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, volume: volumes.Volume | None) -> dict[str, Any]:
-    """What two ranks found, by strategy and case."""
-    out = folder / "results.json"
-    program = ["tests.dist.rank", "tests.dist.saving_cases", ",".join(STRATEGIES), "1"]
-    run_ranks([*program, str(folder), str(out)], 2, volume.environment if volume else {}, TIMEOUT)
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+def ranks(folder: Path, volume: volumes.Volume | None) -> Ranks:
+    """What two ranks found with a strategy, by case. The quick ones are launched together, and so
+    are the others."""
+    known: dict[str, Any] = {}
+
+    def of(strategy: str) -> dict[str, Any]:
+        if strategy not in known:
+            quick = strategy in QUICK
+            names = [name for name in STRATEGIES if (name in QUICK) == quick]
+            out = folder / f"results-{quick}.json"
+            program = ["tests.dist.rank", "tests.dist.saving_cases", ",".join(names), "1"]
+            environment = volume.environment if volume else {}
+            run_ranks([*program, str(folder), str(out)], 2, environment, TIMEOUT)
+            known.update(json.loads(out.read_text()))
+        found: dict[str, Any] = known[strategy]
+        return found
+
+    return of
 
 
-@pytest.fixture(params=STRATEGIES)
-def found(ranks: dict[str, Any], request: pytest.FixtureRequest) -> dict[str, Any]:
-    cases: dict[str, Any] = ranks[request.param]
-    return cases
+@pytest.fixture(params=some_slow(STRATEGIES, QUICK))
+def found(ranks: Ranks, request: pytest.FixtureRequest) -> dict[str, Any]:
+    return ranks(request.param)
 
 
 def test_a_checkpoint_is_of_its_moment_whatever_is_trained_meanwhile(found: dict[str, Any]) -> None:
@@ -121,8 +133,10 @@ def test_a_full_disk_fails_one_checkpoint_and_nothing_else(
     assert case["folders"] == ["step-00000004"]
 
 
-def test_ranks_that_lost_each_other_save_the_next_one(ranks: dict[str, Any]) -> None:
-    case = ranks[saving_cases.ONE]["broken"]
+def test_ranks_that_lost_each_other_save_the_next_one(
+    ranks: Ranks,
+) -> None:
+    case = ranks(saving_cases.ONE)["broken"]
     for first, second in case["errors"]:
         assert "the ranks cannot agree" in first
         assert second == ""
@@ -133,9 +147,9 @@ def test_ranks_that_lost_each_other_save_the_next_one(ranks: dict[str, Any]) -> 
 
 
 def test_a_run_that_fails_does_not_wait_for_storage_without_end(
-    ranks: dict[str, Any], needs_volume: volumes.Volume
+    ranks: Ranks, needs_volume: volumes.Volume
 ) -> None:
-    case = ranks[saving_cases.ONE]["given_up"]
+    case = ranks(saving_cases.ONE)["given_up"]
     for slow, quick in case["seconds"]:
         assert 5 <= slow < 8
         assert quick < 5
@@ -150,9 +164,8 @@ def test_the_weights_of_any_strategy_load_into_any_other(found: dict[str, Any]) 
     assert set(map(str, found["weights"].values())) == {str(BOTH)}
 
 
-def test_nothing_broke_the_rules_of_a_volume(
-    ranks: dict[str, Any], needs_volume: volumes.Volume
-) -> None:
+def test_nothing_broke_the_rules_of_a_volume(ranks: Ranks, needs_volume: volumes.Volume) -> None:
+    ranks(saving_cases.ONE)
     assert needs_volume.refused() == []
 
 
@@ -165,15 +178,16 @@ def world() -> Iterator[World]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", some_slow(STRATEGIES, QUICK))
 def test_c84_c111_one_rank_goes_on_from_every_strategy(
-    ranks: dict[str, Any],
+    ranks: Ranks,
     folder: Path,
     volume: volumes.Volume | None,
     world: World,
     strategy: str,
     tmp_path: Path,
 ) -> None:
+    ranks(strategy)
     parent = volume.folder if volume else folder / "volume"
     place = storage.checkpoint_folder(parent / strategy / "moment", 3)
     stored = torch.load(folder / f"{strategy}.pt")
@@ -187,8 +201,9 @@ def test_c84_c111_one_rank_goes_on_from_every_strategy(
 
 
 def test_the_manifest_says_what_the_checkpoint_is(
-    ranks: dict[str, Any], folder: Path, volume: volumes.Volume | None
+    ranks: Ranks, folder: Path, volume: volumes.Volume | None
 ) -> None:
+    ranks("fsdp")
     parent = volume.folder if volume else folder / "volume"
     manifest = checkpoint.read_state(storage.checkpoint_folder(parent / "fsdp" / "moment", 3))
     assert manifest["step"] == 3

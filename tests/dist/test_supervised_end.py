@@ -20,8 +20,7 @@ from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker.main import run
 from tests import tiny
 from tests.dist import plans
-from tests.dist.launch import TIMEOUT
-from tests.dist.test_launchers import free_port
+from tests.dist.launch import TIMEOUT, free_port
 from tests.dist.test_main import same_threads
 
 __all__ = ["same_threads"]
@@ -86,6 +85,7 @@ def test_a_supervisor_that_is_told_to_end_lets_its_trainer_save(tmp_path: Path) 
     assert "What to do: run again" in str(failure)
 
 
+@pytest.mark.slow
 def test_time_is_left_for_an_evaluation_as_long_as_the_one_before(tmp_path: Path) -> None:
     """Half a minute, of which 14 s had gone before the ranks began; the driver needs 2 s."""
     began = time.time() - 14.0

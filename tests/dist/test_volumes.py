@@ -138,6 +138,7 @@ def test_storage_that_cannot_rename_at_all_is_written_in_place(
     assert not [name for name in found["there"] if name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_go_on_and_export(volume: volumes.Volume, tmp_path: Path) -> None:
     """A run of 8 steps, and one that goes on from its step 4 in the same folder."""
     settings: dict[str, Any] = {"strategy": "fsdp", "world_size": 2, "every": 4}

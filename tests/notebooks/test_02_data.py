@@ -53,6 +53,7 @@ def test_settings_of_the_data_notebook_are_those_of_its_widgets(
     assert last_output(notebook) == ["some/model", "/Volumes/a/b/c", 300]
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(500)
 def test_the_data_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

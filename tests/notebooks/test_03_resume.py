@@ -57,6 +57,7 @@ def test_settings_of_the_notebook_about_resuming_are_those_of_its_widgets(
     assert last_output(notebook) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(900)
 def test_the_notebook_about_resuming_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

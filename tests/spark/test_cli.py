@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import dbx_llmtrain
-from dbx_llmtrain.records import ClusterReport, PreparedData
+from dbx_llmtrain.records import PreparedData
+from dbx_llmtrain.reports import ClusterReport
 from tests import tiny
 
 # The session of the other tests must not lend its settings to these processes.
@@ -79,6 +80,7 @@ def test_input_that_cannot_be_trained_on_is_code_2(shell, tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_data_is_prepared_in_local_mode_too(shell, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     tiny.model_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n' * 20)
@@ -112,6 +114,7 @@ for end in (spark.stop, process.kill):
 """
 
 
+@pytest.mark.slow
 def test_a_session_that_has_been_stopped_is_told(tmp_path: Path) -> None:
     tiny.model_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n' * 20)
@@ -143,6 +146,7 @@ NOISE = (
 """What libraries say of their own work, and what says nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_says_nothing_of_the_work_of_libraries(  # type: ignore[no-untyped-def]
     shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,7 +175,12 @@ def test_a_run_says_nothing_of_the_work_of_libraries(  # type: ignore[no-untyped
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_the_whole_group_ends_a_run_well(
     tmp_path: Path, number: int, code: int

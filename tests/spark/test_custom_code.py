@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import dbx_llmtrain as llm
@@ -38,6 +39,7 @@ def test_rows_are_prepared_on_executors_by_a_tokenizer_with_code(
     assert prepare_data(cfg, model, tmp_path / "alone").audit == data.audit
 
 
+@pytest.mark.slow
 def test_a_model_with_code_is_trained_on_two_executors(spark: Any, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

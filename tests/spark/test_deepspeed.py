@@ -13,6 +13,7 @@ import dbx_llmtrain as llm
 from tests import tiny
 
 
+@pytest.mark.slow
 def test_train_with_zero_3_on_two_executors(
     spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

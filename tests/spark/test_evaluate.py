@@ -71,6 +71,7 @@ def tracked(folder: Path, run_id: str | None) -> Any:
     return MlflowClient(f"sqlite:///{folder}/runs/mlflow.db").get_run(run_id)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_evaluated_again_by_what_it_has_left(
     spark: Any, inputs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -56,6 +56,7 @@ def config(folder: Path, name: str, *, limited: bool, **train: Any) -> llm.Train
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_has_too_little_memory_goes_on_in_smaller_pieces(
     spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

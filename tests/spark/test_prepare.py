@@ -81,6 +81,7 @@ def check_folder(data: PreparedData) -> None:
     assert there == {*(entry.path for entry in data.artifact.files), "manifest.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_result_does_not_depend_on_how_the_work_is_cut(
     spark: Any, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

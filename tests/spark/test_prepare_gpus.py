@@ -15,6 +15,7 @@ from tests import tiny
 PROGRAM = Path(__file__).parent / "programs" / "gpu_slots.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_tasks_of_preparing_take_a_core_and_no_gpu(tmp_path: Path) -> None:
     tiny.model_folder(tmp_path / "model")

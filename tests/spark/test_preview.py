@@ -16,6 +16,7 @@ from tests.spark.test_cli import FOREIGN
 ROW = {"prompt": "<script>x</script> \u732b", "completion": "the \x1b[31mcat sat"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_shows_the_rows_and_finds_them_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

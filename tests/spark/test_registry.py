@@ -67,6 +67,7 @@ def test_spark_udf_goes_on_with_texts(spark: Any, tmp_path: Path) -> None:
     assert [row.answer for row in rows.collect()] == expected
 
 
+@pytest.mark.slow
 def test_a_run_registers_its_own_model(
     spark: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -475,6 +475,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_the_export_carries_the_code_and_loads_elsewhere(tmp_path: Path) -> None:
     source = tiny.custom_folder(tmp_path / "source")
     (source / "generation_config.json").write_text('{"eos_token_id": 2}')

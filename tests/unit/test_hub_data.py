@@ -167,6 +167,7 @@ for weights in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_preparing_needs_no_weights(hub: tuple[str, list[str]], tmp_path: Path) -> None:
     endpoint, asked = hub
     cache = tmp_path / "cache"

@@ -151,6 +151,7 @@ def test_a_second_call_is_refused_before_anything_is_spent_on_it(
     assert state(tmp_path / "r")["attempt"] == "first"
 
 
+@pytest.mark.slow
 def test_one_on_another_machine_is_watched_before_a_session_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.errors import ConfigError
 from dbx_llmtrain.model_sections import OptimConfig
 from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.tracking import flat_params
+from dbx_llmtrain.tracking_params import flat_params
 from tests import sample
 
 BASE = {"model": {"source": "m"}, "data": {"train": "t"}}
