@@ -13,7 +13,8 @@ from dbx_llmtrain.display import size
 from dbx_llmtrain.errors import ConfigError, Problem
 from dbx_llmtrain.forecasts import Decision
 from dbx_llmtrain.memory import usable
-from dbx_llmtrain.records import ClusterReport, GpuInfo, NodeReport
+from dbx_llmtrain.records import Artifact
+from dbx_llmtrain.reports import ClusterReport, GpuInfo, NodeReport
 
 BESIDE = "runs"
 """Where run folders lie if the configuration does not say: in the working directory."""
@@ -134,8 +135,44 @@ def gpus_of(layout: Layout, cluster: ClusterReport) -> list[GpuInfo]:
     return [gpu for node in nodes_of(layout, cluster) for gpu in node.gpus]
 
 
-def find_place(layout: Layout, cluster: ClusterReport, *, told: bool = False) -> Place:
-    """What the ranks find, from the probe. ``told``: nobody probed, ``cluster`` is from words."""
+def disk_room(node: NodeReport, artifacts: Sequence[Artifact] = ()) -> int:
+    """Bytes that copies of the artifacts and all else can take of a node's disk: what is free, what
+    copies take that nobody uses, since those are removed where room is needed, and what is there of
+    the artifacts themselves."""
+    own = {f"{artifact.kind}/{artifact.fingerprint}" for artifact in artifacts}
+    return node.disk_free + sum(
+        copy.size for copy in node.copies if not copy.in_use or copy.name in own
+    )
+
+
+def check_disks(layout: Layout, cluster: ClusterReport, artifacts: Sequence[Artifact]) -> None:
+    """Raise ``ConfigError`` that names every node whose disk has no room for the artifacts."""
+    needed = sum(artifact.size for artifact in artifacts)
+    short = [
+        f"{node.node} has {size(room)} for them in {node.local_dir} ({size(node.disk_free)} free, "
+        f"{size(room - node.disk_free)} in copies that can be removed or used again)"
+        for node in nodes_of(layout, cluster)
+        if node.disk_free and (room := disk_room(node, artifacts)) < needed
+    ]
+    if short:
+        parts = " and ".join(f"{size(each.size)} of {each.kind}" for each in artifacts)
+        message = (
+            f"every node needs {size(needed)} of its own disk for copies ({parts}), but "
+            f"{'; '.join(short)}: use nodes with bigger disks, set it to a folder on a bigger one, "
+            "or delete what else lies on that disk"
+        )
+        raise ConfigError([Problem("cluster.local_dir", message)])
+
+
+def find_place(
+    layout: Layout,
+    cluster: ClusterReport,
+    artifacts: Sequence[Artifact] = (),
+    *,
+    told: bool = False,
+) -> Place:
+    """What the ranks find, from the probe; ``artifacts`` will be on their disks. ``told``: nobody
+    probed, ``cluster`` is from words."""
     nodes = nodes_of(layout, cluster)
     per_node, certain = _ranks_per_node(layout, cluster)
     gpus = gpus_of(layout, cluster) if layout.use_gpu else []
@@ -148,7 +185,7 @@ def find_place(layout: Layout, cluster: ClusterReport, *, told: bool = False) ->
         device_memory=min((usable(gpu.memory_total) for gpu in gpus), default=0),
         host_memory=int(HOST_SHARE * min(node.memory_available for node in nodes)),
         host_total=min(node.memory_total for node in nodes),
-        disk=min(node.disk_free for node in nodes),
+        disk=min(disk_room(node, artifacts) for node in nodes),
         missing=frozenset() if told else frozenset(missing),
         told=told,
     )

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-_BLOCK = 4 * 1024 * 1024
+_BLOCK = 1024 * 1024
+"""Large enough for one request of network storage, small enough for a processor's cache."""
 _OWN_HASH = "sha256"
 """Key of a manifest's hash of its other keys."""
 
@@ -69,17 +71,35 @@ def entries(folder: Path, files: Iterable[Path] | None = None) -> tuple[FileEntr
     )
 
 
-def copy_file(source: Path, target: Path) -> str:
-    """One sequential copy; returns the SHA-256 of what was read. The target's folder is made."""
+def copy_file(
+    source: Path,
+    target: Path,
+    *,
+    sync: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """One sequential copy; returns the SHA-256 of what was read. The target's folder is made.
+
+    Without ``sync`` what was written may not be on the disk yet. ``check`` is called before every
+    block: what it raises ends the copy.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    with source.open("rb") as reader, target.open("wb") as writer:
-        while block := reader.read(_BLOCK):
-            digest.update(block)
-            writer.write(block)
-        writer.flush()
-        os.fsync(writer.fileno())
+    block = memoryview(bytearray(_BLOCK))
+    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
+        while size := reader.readinto(block):
+            check()
+            digest.update(block[:size])
+            _write_all(writer, block[:size])
+        if sync:
+            os.fsync(writer.fileno())
     return digest.hexdigest()
+
+
+def _write_all(writer: io.FileIO, data: memoryview) -> None:
+    """A write may take a part of it only, as before a disk is full."""
+    while data:
+        data = data[writer.write(data) :]
 
 
 def publish_folder(source: Path, target: Path) -> tuple[FileEntry, ...]:

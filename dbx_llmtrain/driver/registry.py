@@ -24,12 +24,13 @@ from dbx_llmtrain.config_checks import MODEL_NAME
 from dbx_llmtrain.credentials import collect, redact, without_credentials
 from dbx_llmtrain.driver import exporting, results
 from dbx_llmtrain.driver.model_package import TAG, Package, lineage, pack
+from dbx_llmtrain.driver.registered import CATALOG, registry_uri, settings_kept
 from dbx_llmtrain.driver.run_folder import RESULT
 from dbx_llmtrain.errors import CheckpointError, ConfigError, LlmTrainError, Problem, RegistryError
 from dbx_llmtrain.outcomes import KIND, RUN_DIR, RegisteredModel
 from dbx_llmtrain.records import RunPlan, TrackingPlan, TrainResult
 from dbx_llmtrain.tracking import open_run
-from dbx_llmtrain.tracking_guard import opening
+from dbx_llmtrain.tracking_guard import impatient, opening
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,8 +41,6 @@ _NEEDED = ("mlflow", "numpy", "pandas", "torch", "transformers")
 # Unity Catalog takes no longer ones.
 _TAG_CHARS = 1000
 _ARTIFACT = "model"
-_CATALOG = "databricks-uc"
-_VARIABLES = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")  # MLflow sets them beside the setting
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ def check(cfg: TrainConfig) -> None:
         import mlflow
 
         name = _name(tracking.register_as, None, path)
-        _check_registry(name, _registry_uri(mlflow.get_registry_uri(), name), path)
+        found = registry_uri(mlflow.get_registry_uri(), in_catalog=name.in_catalog)
+        _check_registry(name, found, path)
 
 
 def log_trained(plan: RunPlan, result: TrainResult, *, limit: int | None = None) -> TrainResult:
@@ -326,50 +326,23 @@ def _store(run: TrackingPlan, name: _Name | None) -> Iterator[MlflowClient]:
 
     current = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else ""
     uri = current if without_credentials(current) == run.uri else run.uri
-    with _settings_kept(), warnings.catch_warnings():
+    with settings_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MLflow's own, about its own types
         with opening(uri):
             mlflow.set_tracking_uri(uri)
-            found = _registry_uri(mlflow.get_registry_uri(), name)
+            in_catalog = name is not None and name.in_catalog
+            found = registry_uri(mlflow.get_registry_uri(), in_catalog=in_catalog)
             if name is not None:
                 _check_registry(name, found, "name")
             mlflow.set_registry_uri(found)
             client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=found)
-            client.get_run(run.run_id)  # says which run of which store is gone
+            with impatient():  # says in seconds which run of which store is gone
+                client.get_run(run.run_id)
         yield client
 
 
-@contextmanager
-def _settings_kept() -> Iterator[None]:
-    """Put the user's settings of MLflow back at the end. They are read where MLflow has them: its
-    functions tell what follows from them, and setting that would fix it."""
-    import mlflow
-    from mlflow.tracking._model_registry import utils as registry
-    from mlflow.tracking._tracking_service import utils as service
-
-    before = service._tracking_uri, registry._registry_uri
-    variables = {each: os.environ.get(each) for each in _VARIABLES}
-    try:
-        yield
-    finally:
-        mlflow.set_tracking_uri(before[0])
-        mlflow.set_registry_uri(before[1])
-        for each, value in variables.items():
-            os.environ.pop(each, None)
-            if value is not None:
-                os.environ[each] = value
-
-
-def _registry_uri(found: str, name: _Name | None) -> str:
-    """The registry of a name: MLflow 2 takes a workspace's own where Unity Catalog is meant."""
-    kind, colon, profile = found.partition(":")
-    if name is not None and name.in_catalog and kind == "databricks":
-        return f"{_CATALOG}{colon}{profile}"
-    return found
-
-
 def _check_registry(name: _Name, uri: str, path: str) -> None:
-    if uri.partition(":")[0] == _CATALOG and not name.in_catalog:
+    if uri.partition(":")[0] == CATALOG and not name.in_catalog:
         message = f"expected catalog.schema.model for Unity Catalog, found {name.name!r}"
         raise ConfigError([Problem(path, message)])
 

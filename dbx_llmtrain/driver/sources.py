@@ -1,7 +1,8 @@
 """The model, from wherever it is, as one Hugging Face folder.
 
-``model.source`` is a folder, a ``.gguf`` file, a hub id, or ``package:NAME/FILE``: a file or folder
-inside an installed Python package.
+``model.source`` is a folder, a ``.gguf`` file, a hub id, ``models:/NAME@ALIAS`` or
+``models:/NAME/VERSION`` in MLflow's registry, or ``package:NAME/FILE``: a file or folder inside an
+installed Python package.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from dbx_llmtrain import addresses, storage
-from dbx_llmtrain.driver import adapters, composed, gguf, hub
+from dbx_llmtrain.driver import adapters, composed, gguf, hub, registered
 from dbx_llmtrain.driver.model_changes import blamed
 from dbx_llmtrain.driver.model_config import describe
 from dbx_llmtrain.driver.model_files import (
@@ -41,6 +43,7 @@ def resolve_model(
     work_dir: Path | None = None,
     objective: str = "sft",
     weights: bool = True,
+    runs: Path | None = None,
 ) -> ModelInfo:
     """Find the model, bring it into the form of a folder that every node sees, and read from its
     files what the plan needs. Files that training does not need are left out. Where the
@@ -49,7 +52,8 @@ def resolve_model(
     ``cache_dir`` is on storage that every node sees; ``work_dir`` is a folder on the driver's own
     disk for downloads and conversions (default: the temporary folder). The model must be one that
     can be trained for ``objective``. Without ``weights`` those of a hub model are not downloaded
-    and those of a folder not asked for: enough to prepare data. Raises ``ConfigError`` with the
+    and those of a folder not asked for: enough to prepare data. ``runs`` is the folder of runs,
+    which may have an MLflow store. Raises ``ConfigError`` with the
     path ``model.source`` or ``model.revision``.
     """
     name, trusted = config.source or "model.config", config.trust_remote_code
@@ -65,10 +69,14 @@ def resolve_model(
     weights = weights and config.init == "pretrained"
     if weights and config.source and composed.is_wanted(config) and find_model(config) is None:
         # What is wrong shows before the weights are downloaded.
-        resolve_model(config, cache_dir, work_dir=work_dir, objective=objective, weights=False)
+        resolve_model(
+            config, cache_dir, work_dir=work_dir, objective=objective, weights=False, runs=runs
+        )
     base, commit = None, None
     if config.source:
-        base, commit = _resolve(config, cache_dir, work_dir, objective=objective, weights=weights)
+        base, commit = _resolve(
+            config, cache_dir, work_dir, runs, objective=objective, weights=weights
+        )
     if not composed.is_wanted(config):
         assert base is not None
         return known(base, name, commit)
@@ -82,23 +90,29 @@ def resolve_model(
 
 
 def _resolve(
-    config: ModelConfig, cache_dir: Path, work_dir: Path | None, *, objective: str, weights: bool
+    config: ModelConfig,
+    cache_dir: Path,
+    work_dir: Path | None,
+    runs: Path | None,
+    *,
+    objective: str,
+    weights: bool,
 ) -> tuple[Artifact, str | None]:
-    """The model of ``model.source`` as a folder, and where it is of the hub its commit."""
+    """The model of ``model.source`` as a folder, and where it is of the hub its commit, of MLflow's
+    registry its version."""
     path = find_model(config)
     words = composed.own_tokenizer(config)
     tokenizer = words is None or words.source is None
     if path is None:
-        return hub.fetch(
-            config.source,
-            config.revision,
-            cache_dir,
-            work_dir,
-            trusted=config.trust_remote_code,
-            objective=objective,
-            weights=weights,
-            tokenizer=tokenizer,
-        )
+        asked: dict[str, Any] = {
+            "trusted": config.trust_remote_code,
+            "objective": objective,
+            "weights": weights,
+            "tokenizer": tokenizer,
+        }
+        if registered.is_registered(config.source):
+            return registered.fetch(config.source, cache_dir, work_dir, runs=runs, **asked)
+        return hub.fetch(config.source, config.revision, cache_dir, work_dir, **asked)
     if path.is_dir():
         found = _folder(
             path, cache_dir, config, objective=objective, weights=weights, tokenizer=tokenizer
@@ -215,9 +229,11 @@ def is_here(config: ModelConfig) -> bool:
 
 
 def find_model(config: ModelConfig) -> Path | None:
-    """The folder or ``.gguf`` file of a model, ``None`` for one of the hub. Raises ``ConfigError``
-    for anything else."""
+    """The folder or ``.gguf`` file of a model, ``None`` for one of the hub or of MLflow's registry.
+    Raises ``ConfigError`` for anything else."""
     source = config.source
+    if registered.is_registered(source):
+        return None
     if why := addresses.refusal(source, ", or a hub id"):
         raise refuse(why)
     path = _package_path(source) if source.startswith(PACKAGE) else storage.local_path(source)

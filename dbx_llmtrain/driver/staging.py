@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,9 @@ from dbx_llmtrain.records import Artifact, RunPlan
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_TARGET = "dbx_llmtrain.worker.node:stage_all"
+logger = logging.getLogger(__name__)
+
+_TARGET = "dbx_llmtrain.worker.staged:stage_all"
 _LEAST_BYTES_PER_SECOND = 20e6
 _LEAST_S = 300.0
 
@@ -53,8 +56,9 @@ def stage_artifacts(
 
     In local mode that is the driver's machine alone. Returns, by node, each fingerprint's folder.
     ``timeout_s`` defaults to what the size takes at 20 MB/s. Nodes tell ``server`` how far they
-    are, and ``progress`` shows it. Raises ``StagingError`` that names every node that failed or did
-    not answer, with the cause.
+    are, and ``progress`` shows it. A node that does not answer, as it is busy, is warned of: its
+    ranks copy for themselves. Raises ``StagingError`` that names every node that failed, with the
+    cause, and all of them where none has answered.
     """
     args: tuple[Any, ...] = ([item.model_dump(mode="json") for item in artifacts], local_dir)
     args += ((server.address, server.key) if server and progress else None,)
@@ -65,13 +69,17 @@ def stage_artifacts(
             size = sum(artifact.size for artifact in artifacts)
             limit = timeout_s or _LEAST_S + size / _LEAST_BYTES_PER_SECOND
             outcomes = cluster.run_on_nodes(spark, _TARGET, args, timeout_s=limit)
-    failed = {
-        outcome.node: _cause(outcome) for outcome in outcomes.values() if outcome.status != "ok"
-    }
+    staged = {name: found.value for name, found in outcomes.items() if found.status == "ok"}
+    silent = {found.node: found for found in outcomes.values() if found.status == "missing"}
+    failed = {found.node: found for found in outcomes.values() if found.status == "failed"}
+    if not staged:
+        failed |= silent
     if failed:
         what = " and ".join(artifact.source for artifact in artifacts)
-        raise StagingError(what, failed)
-    return {name: outcome.value for name, outcome in outcomes.items()}
+        raise StagingError(what, {name: _cause(found) for name, found in failed.items()})
+    for name, found in silent.items():
+        logger.warning("staging: %s: %s. Its ranks will copy what they need.", name, found.error)
+    return staged
 
 
 @contextmanager

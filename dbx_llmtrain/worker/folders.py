@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbx_llmtrain import storage
+from dbx_llmtrain import channel, storage
 from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker import node
+from dbx_llmtrain.worker.handover import note_folder
+from dbx_llmtrain.worker.staged import Held, hold
 
 
 @dataclass(frozen=True)
 class Folders:
-    """On this node's own disk: the staged model and data, and this rank's temporary files."""
+    """On this node's own disk: the staged model and data, and this rank's temporary files.
+
+    Copies that are ``held`` are not removed for as long as the rank lives.
+    """
 
     model: Path
     data: Path
     scratch: Path
+    held: tuple[Held, ...] = ()
 
 
 def stage(plan: RunPlan, scratch: Path) -> Folders:
-    """Copies of model and data on this node, made by the first rank that needs them."""
-    model, data = (
-        node.stage(artifact.model_dump(), plan.local_dir)
-        for artifact in (plan.model.artifact, plan.data.artifact)
-    )
-    return Folders(model, data, scratch)
+    """Copies of model and data on this node, held; made by the first rank that needs them, where
+    the node joined later or was busy when the others got theirs. The driver hears of it."""
+    artifacts = [plan.model.artifact.model_dump(), plan.data.artifact.model_dump()]
+    events = (os.environ.get(channel.ADDRESS, ""), os.environ.get(channel.SECRET, ""))
+    held = hold(artifacts, plan.local_dir, events if all(events) else None)
+    return Folders(held[0].folder, held[1].folder, scratch, tuple(held))
 
 
 @contextmanager
@@ -47,6 +54,7 @@ def scratch_folder(plan: RunPlan, rank: int) -> Iterator[Path]:
             storage.remove(other)
     folder = runs / plan.attempt / str(rank)
     folder.mkdir(parents=True, exist_ok=True)
+    note_folder(folder)
     try:
         with private_modules(folder, wanted=plan.config.model.trust_remote_code):
             yield folder

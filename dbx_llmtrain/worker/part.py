@@ -30,6 +30,7 @@ from dbx_llmtrain.text.encode import Encoder, Outcome, Rules
 from dbx_llmtrain.text.prepared import Example, PartWriter
 from dbx_llmtrain.text.readers import Fault, Located, Piece, exact_place, read_piece
 from dbx_llmtrain.worker import node
+from dbx_llmtrain.worker.staged import using
 
 FAULTS_SHOWN = 10
 NOT_SAMPLED = "not sampled (data.train weight)"
@@ -171,8 +172,9 @@ def _run(
         with (
             _parts_folder(job.local_dir) as folder,
             private_modules(Path(folder), wanted=job.trusted),
+            using([job.tokenizer], job.local_dir) as (tokenizer,),
         ):
-            encoder = _encoder(job, task.source)
+            encoder = _encoder(job, task.source, tokenizer)
             _write(job, task, encoder, rows, tally, folder, progress)
     except (ConfigError, DataError) as error:
         tally.error = str(error)
@@ -189,17 +191,16 @@ def _parts_folder(local_dir: str | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="part-", dir=root)
 
 
-def _encoder(job: Job, source: int) -> Encoder:
+def _encoder(job: Job, source: int, tokenizer: Path) -> Encoder:
     if job.threads:
         # Read by the tokenizers library when it starts its threads, once in a process.
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if job.threads > 1 else "false"
         os.environ["RAYON_NUM_THREADS"] = str(job.threads)
-    staged = node.stage(job.tokenizer, job.local_dir)
     formatter = pickle.loads(job.formatter) if job.formatter else None
     rules = Rules(**job.sources[source].rules)
     # Code may import more of itself later: a tokenizer with code does not outlive its modules.
     load = load_tokenizer if job.trusted else _kept_tokenizer
-    return Encoder(load(staged, trusted=job.trusted), rules, formatter=formatter)
+    return Encoder(load(tokenizer, trusted=job.trusted), rules, formatter=formatter)
 
 
 def load_tokenizer(folder: Path, *, trusted: bool) -> Any:

@@ -18,7 +18,7 @@ from dbx_llmtrain.driver.sources import find_tokenizer, look, resolve_model
 from dbx_llmtrain.errors import ConfigError, StagingError
 from dbx_llmtrain.model_sections import ModelConfig
 from dbx_llmtrain.records import ModelInfo
-from dbx_llmtrain.worker import node
+from dbx_llmtrain.worker.staged import stage
 from tests import sample, tiny
 
 SMALL = {
@@ -74,7 +74,7 @@ def test_a_field_is_changed_and_the_weights_stay_where_they_are(
     assert info.parameters == plain.parameters
     again = resolve(folders, tmp_path, source="@/model", config={"attention_dropout": 0.1})
     assert again == info
-    staged = node.stage(info.artifact.model_dump(), str(tmp_path / "local"))
+    staged = stage(info.artifact.model_dump(), str(tmp_path / "local"))
     assert (staged / "model.safetensors").read_bytes() == Path(weights.origin or "").read_bytes()
     assert json.loads((staged / "config.json").read_text())["attention_dropout"] == 0.1
 
@@ -88,10 +88,10 @@ def test_a_file_at_its_origin_that_is_gone_or_changed_is_named(
     weights = source / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(StagingError, match=r"model\.safetensors is not the file that was regist"):
-        node.stage(info.artifact.model_dump(), str(tmp_path / "local"))
+        stage(info.artifact.model_dump(), str(tmp_path / "local"))
     weights.unlink()
     with pytest.raises(StagingError, match=r"model/model\.safetensors is missing"):
-        node.stage(info.artifact.model_dump(), str(tmp_path / "local"))
+        stage(info.artifact.model_dump(), str(tmp_path / "local"))
 
 
 @pytest.mark.parametrize(

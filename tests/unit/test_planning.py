@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,15 +14,13 @@ from dbx_llmtrain.estimates import LinearShape, ModelShape
 from dbx_llmtrain.records import (
     Artifact,
     Audit,
-    ClusterReport,
     FileEntry,
-    GpuInfo,
     ModelInfo,
-    NodeReport,
     PreparedData,
     RunPlan,
     SplitInfo,
 )
+from dbx_llmtrain.reports import ClusterReport, GpuInfo, NodeCopy, NodeReport
 
 GIB = 2**30
 
@@ -381,6 +379,50 @@ def test_a_disk_that_is_too_small_is_refused() -> None:
     nodes = tuple(node.model_copy(update={"disk_free": GIB}) for node in where.nodes)
     with pytest.raises(ConfigError, match=r"disk .* short.*cluster\.local_dir on a bigger disk"):
         plan(config(), where.model_copy(update={"nodes": nodes}), shape=SEVEN)
+
+
+def _artifact(kind: Literal["models", "data"], gibibytes: int) -> Artifact:
+    file = FileEntry(path="file", size=gibibytes * GIB, sha256="0")
+    return Artifact(kind=kind, source=f"/shared/{kind}", fingerprint=kind[0], files=(file,))
+
+
+def test_copies_that_do_not_fit_a_nodes_disk_are_refused_with_both_figures() -> None:
+    wanted = (_artifact("models", 20), _artifact("data", 4))
+    old = NodeCopy(name="models/old", size=8 * GIB, in_use=False)
+    kept = NodeCopy(name="models/kept", size=50 * GIB, in_use=True)
+    mine = NodeCopy(name="models/m", size=20 * GIB, in_use=True)
+
+    def check(free: int, *copies: NodeCopy) -> None:
+        where = cluster(nodes=2)
+        found = {"disk_free": free * GIB, "copies": copies}
+        nodes = (where.nodes[0], where.nodes[1].model_copy(update=found))
+        where = where.model_copy(update={"nodes": nodes})
+        layout.check_disks(layout.choose_layout(config(), where), where, wanted)
+
+    check(24)
+    check(16, old, kept)  # what nobody uses makes room
+    check(4, mine)  # what is there already takes none
+    with pytest.raises(ConfigError) as caught:
+        check(10, old, kept)
+    (problem,) = caught.value.problems
+    assert problem.path == "cluster.local_dir"
+    assert "every node needs 24.0 GiB of its own disk" in problem.message
+    assert "(20.0 GiB of models and 4.0 GiB of data)" in problem.message
+    assert "has 18.0 GiB for them in " in problem.message
+    assert "(10.0 GiB free, 8.0 GiB in copies that can be removed" in problem.message
+    assert "use nodes with bigger disks, set it to a folder on a bigger one" in problem.message
+
+
+def test_a_plan_is_refused_where_the_copies_do_not_fit() -> None:
+    """Also of a model whose shape, and with it its strategy, nobody knows."""
+    where = cluster(nodes=2)
+    nodes = tuple(node.model_copy(update={"disk_free": 1000}) for node in where.nodes)
+    with pytest.raises(ConfigError, match=r"cluster\.local_dir: every node needs"):
+        plan(
+            config(),
+            where.model_copy(update={"nodes": nodes}),
+            files=(FileEntry(path="model.safetensors", size=10**6, sha256="0"),),
+        )
 
 
 def _with_memory(where: ClusterReport, gpu: GpuInfo, gibibytes: int) -> ClusterReport:

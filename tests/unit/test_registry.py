@@ -566,6 +566,7 @@ def test_secrets_do_not_travel(runs: Path, exports: Path, monkeypatch: pytest.Mo
     assert "pw1234567" not in str(package.lineage)
 
 
+@pytest.mark.slow
 def test_a_model_is_served_without_this_package(runs: Path, exports: Path, expected: str) -> None:
     plan, result = finished_run(runs, exports / "messages")
     found = registry.register(result, "answers")

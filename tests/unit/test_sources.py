@@ -672,6 +672,7 @@ def test_a_hub_model_is_downloaded_once_at_a_commit(
     assert json.loads(known.model_dump_json()) == info
 
 
+@pytest.mark.slow
 def test_code_of_a_hub_model_is_read_before_its_weights(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
@@ -700,6 +701,7 @@ def test_code_of_a_hub_model_is_read_before_its_weights(
     assert asked.count(f"GET /org/tiny/resolve/{COMMIT}/model.safetensors") == 1
 
 
+@pytest.mark.slow
 def test_a_hub_model_that_starts_at_random_needs_no_weights(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
@@ -711,6 +713,7 @@ def test_a_hub_model_that_starts_at_random_needs_no_weights(
     assert not any("safetensors" in line for line in asked)
 
 
+@pytest.mark.slow
 def test_fields_of_a_hub_model_are_checked_before_its_weights_are_downloaded(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
@@ -729,6 +732,7 @@ def test_fields_of_a_hub_model_are_checked_before_its_weights_are_downloaded(
     assert sum("model.safetensors" in line for line in asked if line.startswith("GET")) == 1
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_the_hub(hub: tuple[str, list[str]], model: Path, tmp_path: Path) -> None:
     endpoint, asked = hub
     source = copy_of(model, tmp_path / "own")
