@@ -12,14 +12,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dbx_llmtrain.records import (
-    Audit,
-    ClusterReport,
-    GpuInfo,
-    NodeReport,
-    PreparedData,
-    TrainResult,
-)
+from dbx_llmtrain.records import Audit, PreparedData, TrainResult
+from dbx_llmtrain.reports import ClusterReport, GpuInfo, NodeReport
 
 _WIDTH = 100
 _BAR = 40
@@ -121,7 +115,26 @@ def _cluster(report: ClusterReport) -> Page:
     parts += [f"{node.node}: {node.problem}" for node in listed if node.problem]
     if report.missing:
         parts.append(f"Did not answer in time: {', '.join(report.missing)}")
+    parts += _findings(report)
     return Page(f"Cluster {report.master}", tuple(parts))
+
+
+def _findings(report: ClusterReport) -> list[str | Table]:
+    """What was checked, errors first, and how fast hosts talk."""
+    if not report.findings:
+        return []
+    order = ("error", "warning", "ok")
+    found = sorted(report.findings, key=lambda finding: order.index(finding.level))
+    counts = [sum(finding.level == level for finding in found) for level in order[:2]]
+    rows = tuple((finding.level, finding.check, finding.message) for finding in found)
+    parts: list[str | Table] = [
+        f"{many(counts[0], 'error')}, {many(counts[1], 'warning')}:",
+        Table(("", "check", "finding"), rows),
+    ]
+    if report.speeds:
+        speeds = tuple((p.first, p.second, f"{size(p.bytes_per_second)}/s") for p in report.speeds)
+        parts.append(Table(("host", "host", "speed"), speeds))
+    return parts
 
 
 def _node_row(node: NodeReport, is_driver: bool) -> tuple[str, ...]:

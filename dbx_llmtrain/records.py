@@ -8,89 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import Field, field_serializer
 
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.estimates import MemoryEstimate, ModelShape
 from dbx_llmtrain.forecasts import Decision, StrategyRow, TimeEstimate
 from dbx_llmtrain.model_sections import ParallelConfig
+from dbx_llmtrain.reports import Record
 from dbx_llmtrain.section_types import NonNegativeInt
 
 if TYPE_CHECKING:
     from dbx_llmtrain.display_curves import Curves
-
-
-class Record(BaseModel):
-    """Base of the records. A loss that is not a number stays one in JSON, and is not ``null``."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), ser_json_inf_nan="constants"
-    )
-
-
-class GpuInfo(Record):
-    """One GPU as ``nvidia-smi`` reports it. Memory in bytes; ``capability`` like ``9.0``."""
-
-    index: int
-    uuid: str
-    name: str
-    memory_total: int
-    memory_used: int
-    driver: str
-    capability: str | None = None
-
-
-class NodeReport(Record):
-    """One machine. Memory and disk in bytes; ``problem`` says what could not be read.
-
-    ``tools`` are those that DeepSpeed builds its operators with (``g++``, ``ninja``, ``libaio``),
-    and the operators that are built already (``cpu_adam``, ``async_io``).
-    """
-
-    node: str
-    host: str
-    addresses: tuple[str, ...] = ()
-    gpus: tuple[GpuInfo, ...] = ()
-    cpus: int
-    memory_total: int
-    memory_available: int
-    local_dir: str
-    disk_free: int
-    python: str
-    packages: dict[str, str] = Field(default_factory=dict)
-    tools: tuple[str, ...] = ()
-    problem: str = ""
-
-
-class ClusterReport(Record):
-    """Every machine of the cluster, and what Spark offers on them.
-
-    ``executors`` are the live ones' addresses (host or IP); ``slots`` the tasks that can run at
-    once; ``missing`` the executor hosts that did not answer in time. ``local`` is true where Spark
-    has no executors of its own (``local[N]``): the ranks then run on the driver's machine.
-    """
-
-    master: str
-    spark_version: str
-    local: bool
-    executors: tuple[str, ...]
-    slots: int
-    task_gpus: str | None = None
-    driver: NodeReport
-    nodes: tuple[NodeReport, ...]
-    missing: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        from dbx_llmtrain.display import cluster_text
-
-        return cluster_text(self)
-
-    __str__ = __repr__
-
-    def _repr_html_(self) -> str:
-        from dbx_llmtrain.display import cluster_html
-
-        return cluster_html(self)
 
 
 class FileEntry(Record):
@@ -253,12 +181,9 @@ class TrackingPlan(Record):
     by_rank: bool
 
 
-class RunPlan(Record):
-    """Everything a rank needs to know; nothing in it is decided again by a rank.
-
-    ``attempt`` tells the records of this launch from those of an earlier one in the same folder.
-    ``accumulation`` is the number of micro-batches of the busiest rank in a full step.
-    """
+class LaunchPlan(Record):
+    """What every launch of ranks has. ``attempt`` tells the records of this one from those of an
+    earlier one in the same folder."""
 
     attempt: str
     run_name: str
@@ -267,6 +192,21 @@ class RunPlan(Record):
     world_size: int
     local_mode: bool
     use_gpu: bool
+    local_dir: str | None
+
+    @field_serializer("config")
+    def _as_given(self, config: TrainConfig) -> dict[str, Any]:
+        """The fields that were set. A default is no setting: read back as one it could be refused,
+        as ``train.betas`` is beside an optimizer that has none."""
+        return config.to_dict()
+
+
+class RunPlan(LaunchPlan):
+    """Everything a rank needs to know; nothing in it is decided again by a rank.
+
+    ``accumulation`` is the number of micro-batches of the busiest rank in a full step.
+    """
+
     strategy: Literal["single", "ddp", "fsdp", "deepspeed"]
     precision: Literal["fp32", "bf16", "fp16"]
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
@@ -283,7 +223,6 @@ class RunPlan(Record):
     warmup_steps: int
     decay_steps: int | None = None
     """Steps after the warm-up in which the learning rate falls; ``None``: it does not."""
-    local_dir: str | None
     model: ModelInfo
     data: PreparedData
     purpose: Literal["train", "evaluate"] = "train"
@@ -307,12 +246,6 @@ class RunPlan(Record):
     strategies: tuple[StrategyRow, ...] = ()
     """What every strategy would take; one of them is ``chosen``. Empty: the shape is not known."""
     time: TimeEstimate | None = None
-
-    @field_serializer("config")
-    def _as_given(self, config: TrainConfig) -> dict[str, Any]:
-        """The fields that were set. A default is no setting: read back as one it could be refused,
-        as ``train.betas`` is beside an optimizer that has none."""
-        return config.to_dict()
 
     @property
     def memory(self) -> MemoryEstimate | None:

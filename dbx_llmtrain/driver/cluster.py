@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dbx_llmtrain.driver import preflight, shipping
 from dbx_llmtrain.errors import ClusterError, Finding
-from dbx_llmtrain.records import ClusterReport, NodeReport
-from dbx_llmtrain.worker import node
+from dbx_llmtrain.reports import ClusterReport, NodeReport
+from dbx_llmtrain.worker import facts, node, shared_folder
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -299,19 +299,29 @@ def wait_for_executors(sc: SparkContext, deadline: float) -> None:
 
 
 def probe(
-    spark: SparkSession | None = None, *, local_dir: str | None = None, timeout_s: float = 120.0
+    spark: SparkSession | None = None,
+    *,
+    local_dir: str | None = None,
+    timeout_s: float = 120.0,
+    folder: str | None = None,
+    tracking: tuple[str, dict[str, str]] | None = None,
 ) -> ClusterReport:
     """One report of every node and of the driver.
 
     ``local_dir`` is ``cluster.local_dir``. A node that failed to report is in ``nodes`` with its
-    problem; an executor host that did not answer is in ``missing``. Raises ``ClusterError``.
+    problem; an executor host that did not answer is in ``missing``. Every node tries to write to
+    ``folder`` on shared storage, where that is given, and to reach the MLflow of ``tracking`` (its
+    URI, and the secrets for it). Raises ``ClusterError``.
     """
     found = session(spark)
-    target = "dbx_llmtrain.worker.node:report"
-    args = (local_dir, conf(found).get("spark.driver.host"))
+    host = conf(found).get("spark.driver.host")
+    # Before the nodes, which look for its file.
+    driver = facts.report(local_dir, host, folder, who=shared_folder.DRIVER)
+    target = "dbx_llmtrain.worker.facts:report"
+    args = (local_dir, host, folder, tracking)
     outcomes = run_on_nodes(found, target, args, timeout_s=timeout_s).values()
     reports = tuple(_report(outcome) for outcome in outcomes if outcome.status != "missing")
-    return glance(found, local_dir=local_dir).model_copy(
+    return glance(found, driver=NodeReport.model_validate(driver)).model_copy(
         update={
             "nodes": tuple(sorted(reports, key=lambda report: report.node)),
             "missing": tuple(
@@ -321,8 +331,11 @@ def probe(
     )
 
 
-def glance(spark: SparkSession, *, local_dir: str | None = None) -> ClusterReport:
-    """What a report says without asking the nodes: no job is run and nothing waited for."""
+def glance(
+    spark: SparkSession, *, local_dir: str | None = None, driver: NodeReport | None = None
+) -> ClusterReport:
+    """What a report says without asking the nodes: no job is run and nothing waited for. ``driver``
+    is what is known of the driver's machine already."""
     sc = spark.sparkContext
     local = preflight.is_local(sc.master)
     return ClusterReport(
@@ -332,7 +345,7 @@ def glance(spark: SparkSession, *, local_dir: str | None = None) -> ClusterRepor
         executors=() if local else tuple(sorted(executor_hosts(sc))),
         slots=slots(sc),
         task_gpus=conf(spark).get("spark.task.resource.gpu.amount"),
-        driver=NodeReport.model_validate(node.report(local_dir)),
+        driver=driver or NodeReport.model_validate(node.report(local_dir)),
         nodes=(),
         missing=(),
     )

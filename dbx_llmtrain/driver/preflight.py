@@ -14,7 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from dbx_llmtrain.errors import ClusterError, Finding
-from dbx_llmtrain.records import ClusterReport
+from dbx_llmtrain.reports import ClusterReport
 
 TASK_GPUS = "spark.task.resource.gpu.amount"
 DRIVER_GPUS = "spark.driver.resource.gpu.amount"
@@ -23,6 +23,7 @@ DYNAMIC = "spark.dynamicAllocation.enabled"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOCAL_RANKS = 2
 _PYTHON_MEMORY = "spark.executor.pyspark.memory"
+_SCALING = "spark.databricks.clusterUsageTags.clusterScalingType"
 
 _error = partial(Finding, "error")
 
@@ -71,6 +72,7 @@ def promised_executors(conf: Mapping[str, str], master: str) -> int | None:
 
 def require(findings: Sequence[Finding]) -> None:
     """Raise ``ClusterError`` with every finding that is not ``ok`` when one of them is an error."""
+    findings = list(dict.fromkeys(findings))
     if any(finding.level == "error" for finding in findings):
         raise ClusterError([finding for finding in findings if finding.level != "ok"])
 
@@ -90,16 +92,29 @@ def check_before_jobs(conf: Mapping[str, str]) -> list[Finding]:
 
 
 def check_conf(
-    conf: Mapping[str, str], report: ClusterReport, layout: Layout, environ: Mapping[str, str]
+    conf: Mapping[str, str],
+    report: ClusterReport,
+    layout: Layout,
+    environ: Mapping[str, str],
+    *,
+    oks: bool = False,
 ) -> list[Finding]:
-    """Everything that would make this launch hang, fail or run on the wrong devices.
+    """Everything that would make this launch hang, fail or run on the wrong devices; with ``oks``
+    also a line for every check that found nothing.
 
     ``conf`` are Spark's settings, ``environ`` the driver's environment.
     """
     case = _Case(conf, report, layout, environ)
     findings = check_before_jobs(conf)
-    for check in _LOCAL_CHECKS if layout.local_mode else _CLUSTER_CHECKS:
-        findings += check(case)
+    for name, check, well in _LOCAL_CHECKS if layout.local_mode else _CLUSTER_CHECKS:
+        found = check(case)
+        if oks and not found:
+            text = well.format(
+                slots=report.slots, ranks=layout.processes, nodes=len(report.nodes),
+                gpus="GPUs for every rank" if layout.use_gpu else "this run needs none",
+            )  # fmt: skip
+            found = [Finding("ok", name, text)]
+        findings += found
     return findings
 
 
@@ -128,6 +143,19 @@ def _dynamic_allocation(case: _Case) -> list[Finding]:
             "dynamic allocation",
             f"{DYNAMIC} is true: all ranks have to start together, which Spark refuses with it. "
             f"Set {DYNAMIC} false and give the cluster a fixed number of workers",
+        )
+    ]
+
+
+def _autoscaling(case: _Case) -> list[Finding]:
+    if case.conf.get(_SCALING, "").lower() != "autoscaling":
+        return []
+    return [
+        Finding(
+            "warning",
+            "autoscaling",
+            "the cluster may add and remove workers while the ranks run, and training ends with a "
+            "worker that is removed. Turn autoscaling off and set a fixed number of workers",
         )
     ]
 
@@ -221,6 +249,10 @@ def _nodes(case: _Case) -> list[Finding]:
     ]
 
 
+def _silent_or_broken(case: _Case) -> list[Finding]:
+    return _missing(case) + _nodes(case)
+
+
 def _gpu_nodes(case: _Case) -> list[Finding]:
     if not case.layout.use_gpu:
         return []
@@ -293,18 +325,25 @@ def _local_gpus(case: _Case) -> list[Finding]:
     return findings
 
 
-_CLUSTER_CHECKS: tuple[Callable[[_Case], list[Finding]], ...] = (
-    _slots,
-    _dynamic_allocation,
-    _task_gpus,
-    _preset_devices,
-    _encryption,
-    _python_memory,
-    _missing,
-    _nodes,
-    _gpu_nodes,
+_Check = tuple[str, Callable[[_Case], list[Finding]], str]
+"""A check's name, the check, and what is said where it finds nothing."""
+
+_CLUSTER_CHECKS: tuple[_Check, ...] = (
+    ("task slots", _slots, "{slots} task slots for {ranks} rank(s)"),
+    ("dynamic allocation", _dynamic_allocation, "off"),
+    ("autoscaling", _autoscaling, "off"),
+    ("task GPUs", _task_gpus, "{gpus}"),
+    ("visible GPUs", _preset_devices, "not set for all ranks"),
+    ("encryption", _encryption, "not asked for between ranks"),
+    ("Python memory", _python_memory, "not limited"),
+    ("nodes", _silent_or_broken, "{nodes} node(s) have answered"),
+    ("GPUs", _gpu_nodes, "{gpus}"),
 )
-_LOCAL_CHECKS: tuple[Callable[[_Case], list[Finding]], ...] = (_local_slots, _local_gpus, _nodes)
+_LOCAL_CHECKS: tuple[_Check, ...] = (
+    ("process slots", _local_slots, "enough for {ranks} rank(s) on the driver's machine"),
+    ("GPUs", _local_gpus, "{gpus}"),
+    ("nodes", _nodes, "the driver's machine has told everything"),
+)
 
 
 def _whole(text: str) -> int | None:

@@ -14,7 +14,7 @@ from dbx_llmtrain import choosing, optimizers, zero_config
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.errors import Finding
 from dbx_llmtrain.layout import Layout, Place, find_place, nodes_of
-from dbx_llmtrain.records import ClusterReport, NodeReport
+from dbx_llmtrain.reports import ClusterReport, NodeReport
 
 _error = partial(Finding, "error")
 _NAMED = 3

@@ -11,9 +11,9 @@ import click
 
 from dbx_llmtrain import layout as layouts
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.driver import cluster, job_context, preflight, run_folder, strategy_checks
+from dbx_llmtrain.driver import checklist, job_context, run_folder
 from dbx_llmtrain.driver.run_folder import RunFolder
-from dbx_llmtrain.records import ClusterReport
+from dbx_llmtrain.reports import ClusterReport
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,18 +32,15 @@ class Survey:
 
 
 def look(cfg: TrainConfig, session: SparkSession, *, began: float, trial: bool = False) -> Survey:
-    """Check Spark's settings, probe the nodes, place the ranks, name the run; nothing is made.
+    """Check Spark's settings, probe the nodes, place the ranks, name the run; nothing stays that is
+    made for it.
 
     Raises ``ClusterError`` and ``ConfigError``.
     """
-    preflight.require(preflight.check_before_jobs(cluster.conf(session)))
-    report = cluster.probe(session, local_dir=cfg.cluster.local_dir)
-    layout = layouts.choose_layout(cfg, report)
-    preflight.require(
-        preflight.check_conf(cluster.conf(session), report, layout, os.environ)
-        + strategy_checks.check_strategy(cfg, report, layout)
-    )
-    return Survey(report, layout, name_run(cfg, session, report, trial=trial), began, trial)
+    found = checklist.look(cfg, session)
+    checklist.require(found.findings)
+    folder = name_run(cfg, session, found.report, trial=trial)
+    return Survey(found.report, found.layout, folder, began, trial)
 
 
 def name_run(

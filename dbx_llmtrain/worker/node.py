@@ -1,4 +1,4 @@
-"""What happens once per node: who it is, what it has, and copies of files on its own disk.
+"""What happens once per node: who it is, what it has, and what is called there.
 
 Standard library and our pure modules only, because Spark tasks run this before anything else is
 known to be installed on a node. A node is identified by ``node_id()`` and guarded by file locks;
@@ -18,25 +18,23 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.errors import StagingError
-from dbx_llmtrain.worker import builds, copies, gpus
+from dbx_llmtrain.worker import builds, gpus, locks, room
 
 NODE_VARIABLE = "DBX_LLMTRAIN_NODE"
 _DATABRICKS_DISK = "/local_disk0"
 _HOUR = 3600
-_STAGED = ".staged"
-"""Marker of a finished copy, in its folder."""
 _PACKAGES = (
     "torch", "transformers", "datasets", "tokenizers", "safetensors", "accelerate", "peft",
     "deepspeed", "mlflow", "mlflow-skinny", "pyspark", "pyarrow", "pandas", "numpy", "pydantic",
-    "huggingface-hub", "bitsandbytes", "liger-kernel",
+    "huggingface-hub", "bitsandbytes", "liger-kernel", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+    "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime",
 )  # fmt: skip
 
 
@@ -120,9 +118,11 @@ def report(setting: str | None = None, driver_host: str | None = None) -> dict[s
     found, problem = gpus.read_gpus()
     problems = [problem] if problem else []
     folder, free = "", 0
+    copies: list[dict[str, Any]] = []
     with Capture() as disk:
         path = local_dir(setting)
         folder, free = str(path), shutil.disk_usage(path).free
+        copies = room.report(path)
     if disk.error:
         folder = setting or ""
         problems.append(disk.text())
@@ -137,6 +137,7 @@ def report(setting: str | None = None, driver_host: str | None = None) -> dict[s
         "memory_available": available,
         "local_dir": folder,
         "disk_free": free,
+        "copies": copies,
         "python": platform.python_version(),
         "packages": _versions(),
         "tools": builds.find_tools(),
@@ -209,15 +210,6 @@ def _ipv6(digits: str) -> str:
     return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
-@contextmanager
-def file_lock(path: Path) -> Iterator[IO[str]]:
-    """Hold the lock on a file of this node. The kernel frees it when its holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
-
-
 def call(target: str, args: Sequence[Any]) -> dict[str, Any]:
     """Call ``module:function`` here and say how it went, in primitives: the outcome of this node.
 
@@ -250,7 +242,7 @@ def once(
     """
     if node_id() not in done:
         folder = private_dir() / "jobs"
-        with file_lock(folder / f"{job}-{node_id()}".replace("/", "_")) as marker:
+        with locks.file_lock(folder / f"{job}-{node_id()}".replace("/", "_")) as marker:
             marker.seek(0)
             if marker.read():
                 os.utime(marker.fileno())  # this job still goes on
@@ -271,59 +263,3 @@ def _remove_old(folder: Path) -> None:
                 with path.open(encoding="utf-8") as marker:
                     fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
-
-
-def stage(artifact: dict[str, Any], setting: str | None = None) -> Path:
-    """Copy an artifact's folder to this node's disk once, and return where it is.
-
-    ``artifact`` has the fields of ``records.Artifact``; ``setting`` is ``cluster.local_dir``. The
-    copy is ``<local dir>/<kind>/<fingerprint>``, made in a temporary folder under a lock of this
-    node, checked (size and SHA-256 of every file) and renamed into place; a finished copy whose
-    sizes are right is used again. Raises ``StagingError``.
-    """
-    root = local_dir(setting)
-    target: Path = root / artifact["kind"] / artifact["fingerprint"]
-    with file_lock(root / "locks" / f"{artifact['kind']}-{artifact['fingerprint']}"):
-        if not _is_complete(target, artifact["files"]):
-            partial = _partial(target)
-            storage.remove(partial)  # what a killed copy left
-            storage.remove(target)
-            try:
-                copies.copy_files(artifact, partial, node_id())
-                storage.write_text(partial / _STAGED, artifact["fingerprint"])
-                partial.replace(target)
-            finally:
-                storage.remove(partial)
-    return target
-
-
-def stage_all(
-    artifacts: Sequence[dict[str, Any]],
-    setting: str | None = None,
-    events: tuple[str, str] | None = None,
-) -> dict[str, str]:
-    """``stage`` each of them; the folders by fingerprint.
-
-    ``events`` are address and key of the driver's ``channel.Server``, which then hears of copies.
-    """
-    root = local_dir(setting)
-    missing = []
-    for artifact in artifacts if events else ():
-        target: Path = root / artifact["kind"] / artifact["fingerprint"]
-        if not _is_complete(target, artifact["files"]):
-            size = sum(entry["size"] for entry in artifact["files"])
-            missing.append(copies.Copy(target, _partial(target), size))
-    with copies.told(missing, node_id(), events):
-        return {artifact["fingerprint"]: str(stage(artifact, setting)) for artifact in artifacts}
-
-
-def _partial(target: Path) -> Path:
-    return target.with_name(f".{target.name}.partial")
-
-
-def _is_complete(target: Path, files: Sequence[dict[str, Any]]) -> bool:
-    try:
-        sizes = [(target / entry["path"]).stat().st_size for entry in files]
-    except OSError:
-        return False
-    return (target / _STAGED).is_file() and sizes == [entry["size"] for entry in files]

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from dbx_llmtrain.errors import ClusterError, Finding
+from dbx_llmtrain.worker import meeting
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,27 @@ def _from_tf_config(text: str) -> dict[str, str]:
 
 
 @contextmanager
-def open_world(*, use_gpu: bool, timeout_s: float = 600) -> Iterator[World]:
-    """Join the process group, yield this rank's place in it, and leave it again.
+def gathered(within_s: float | None = None) -> Iterator[meeting.Meeting]:
+    """A rank's first act: come to where the launcher wants the ranks to meet, and wait for all.
+
+    Raises ``ClusterError`` that names those which are missing after ``within_s`` seconds (60), or
+    where the first collective fails.
+    """
+    yield _meet(within_s)
+
+
+def _meet(within_s: float | None = None) -> meeting.Meeting:
+    from dbx_llmtrain.worker.node import node_id
+
+    return meeting.meet(launcher_environment(os.environ), node_id(), within_s)
+
+
+@contextmanager
+def open_world(
+    *, use_gpu: bool, timeout_s: float = 600, met: meeting.Meeting | None = None
+) -> Iterator[World]:
+    """Join the process group, yield this rank's place in it, and leave it again. ``met`` is where
+    this rank has met the others; without it they meet here.
 
     There is a group also for one rank, so the code after it knows no special case. On a GPU it has
     NCCL for device tensors and gloo for host ones (checkpoints and objects travel by the latter).
@@ -103,9 +123,13 @@ def open_world(*, use_gpu: bool, timeout_s: float = 600) -> Iterator[World]:
     """
     import torch.distributed as dist
 
-    _join(use_gpu, timedelta(seconds=timeout_s))
+    met = met or _meet()
+    meeting.wait_until_ready(met)
+    _join(met, use_gpu, timedelta(seconds=timeout_s))
     try:
         world = _place(use_gpu)
+        if use_gpu:
+            _add_up_on_gpus(met, world)
         yield world
         # The first to leave would take the meeting point of the others with it. (A barrier, not
         # an all_reduce: it has no tensor that gloo's thread frees later, see ``leave_process``.)
@@ -129,22 +153,31 @@ def leave_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _join(use_gpu: bool, timeout: timedelta) -> None:
+def _join(met: meeting.Meeting, use_gpu: bool, timeout: timedelta) -> None:
     import torch.distributed as dist
 
-    backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
-    meeting = launcher_environment(os.environ)
-    if not meeting:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    os.environ.update(meeting)
+    met.store.set_timeout(timeout)
     dist.init_process_group(
-        backend,
-        init_method="env://",
-        rank=int(meeting["RANK"]),
-        world_size=int(meeting["WORLD_SIZE"]),
+        "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
+        store=dist.PrefixStore("default_pg", met.store),
+        rank=met.rank,
+        world_size=met.size,
         timeout=timeout,
     )
+
+
+def _add_up_on_gpus(met: meeting.Meeting, world: World) -> None:
+    """The first collective over the GPUs, which opens their connections."""
+    import torch
+    import torch.distributed as dist
+
+    work = dist.all_reduce(torch.ones(1, device=world.device), async_op=True)
+    assert work is not None
+    try:
+        work.wait(timedelta(seconds=met.within_s))
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        raise meeting.unmet(met, "over the GPUs' network (NCCL)", error) from error
 
 
 def _place(use_gpu: bool) -> World:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import warm
+from tests.dist.launch import free_port
+
 pytestmark = pytest.mark.dist
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +84,57 @@ def test_c112_a_rank_that_never_comes_fails_the_other_after_the_time_out() -> No
     codes, output, seconds = _two("wait")
     assert codes[0] == 1, output
     assert 2 < seconds < 3 + 5
+
+
+# The first act --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int | None, str]]:
+    """Exit codes and output of ranks whose first act fails: a first and a second rank of two whose
+    other one never starts, and one that has no network."""
+    folder, first = tmp_path_factory.mktemp("alone"), f"127.0.0.1:{free_port()}"
+    two, one = [first, "127.0.0.1:1"], [f"127.0.0.1:{free_port()}"]
+    cases = {
+        "first": (two, 0, {"DBX_LLMTRAIN_NODE": "node-a"}),
+        "second": ([f"127.0.0.1:{free_port()}", *two[1:]], 1, {"DBX_LLMTRAIN_NODE": "node-b"}),
+        "no network": (one, 0, {"GLOO_SOCKET_IFNAME": "nosuch0"}),
+    }
+    processes = {}
+    for name, (worker, index, environment) in cases.items():
+        config = {"cluster": {"worker": worker}, "task": {"type": "worker", "index": index}}
+        environ = os.environ | environment | {
+            "TF_CONFIG": json.dumps(config), "DBX_LLMTRAIN_ARRIVAL_S": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        processes[name] = warm.start("tests.dist.leaving", ["leave"], environ, folder / name)
+    for process in processes.values():
+        process.join(60)
+        process.kill()
+    return {
+        name: (process.exitcode, (folder / name).read_text()) for name, process in processes.items()
+    }
+
+
+def test_a_rank_that_never_arrives_is_named(alone: dict[str, tuple[int | None, str]]) -> None:
+    code, output = alone["first"]
+    assert code == 1, output
+    assert "[error] network: rank 1 did not come to 127.0.0.1:" in output
+    assert "within 1 s; rank 0 (node-a) did" in output
+
+
+def test_a_rank_that_does_not_reach_the_first_one_says_so(
+    alone: dict[str, tuple[int | None, str]],
+) -> None:
+    code, output = alone["second"]
+    assert code == 1, output
+    assert "[error] network: rank 1 on node-b cannot reach 127.0.0.1:" in output
+    assert "security group" in output
+
+
+def test_ranks_that_meet_and_cannot_work_together_say_how(
+    alone: dict[str, tuple[int | None, str]],
+) -> None:
+    code, output = alone["no network"]
+    assert code == 1, output
+    assert "all 1 ranks have come, but their first collective" in output
+    assert "GLOO_SOCKET_IFNAME is nosuch0" in output

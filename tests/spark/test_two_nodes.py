@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dbx_llmtrain.records import ClusterReport
+from dbx_llmtrain.reports import ClusterReport
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -53,18 +53,37 @@ def test_probe_sees_two_nodes_with_their_own_gpus(seen: dict[str, Any], folder: 
     assert report.driver.gpus == ()
 
 
+def test_a_full_probe_measures_between_the_nodes(seen: dict[str, Any], folder: Path) -> None:
+    report = ClusterReport.model_validate(seen["full"])
+    told = {finding.check: finding for finding in report.findings}
+    assert [node.tried for node in report.nodes] == [{"run folder": ""}] * 2
+    assert told["run folder"].level == "ok"
+    assert told["collective"].message.startswith("all 4 ranks have met")
+    (pair,) = report.speeds
+    assert (pair.first, pair.second) in (("node-a", "node-b"), ("node-b", "node-a"))
+    assert pair.bytes_per_second > 1e6
+    assert told["bandwidth"].message.startswith("1 pair of hosts")
+    assert not (folder / "probed").exists()
+
+
 def test_staging_makes_one_copy_on_each_node(seen: dict[str, Any], folder: Path) -> None:
     assert sorted(seen["staged"]) == ["node-a", "node-b"]
     for node, path in seen["staged"].items():
         assert Path(path).is_relative_to(folder / node)
         assert (Path(path) / "weights.bin").stat().st_size == 100_000
-    copies = list(folder.glob("node-*/tmp/dbx_llmtrain/models/*/weights.bin"))
+    (name,) = {Path(path).name for path in seen["staged"].values()}
+    copies = list(folder.glob(f"node-*/tmp/dbx_llmtrain/models/{name}/weights.bin"))
     assert len(copies) == 2
 
 
 def test_the_node_that_cannot_stage_is_named(seen: dict[str, Any]) -> None:
     assert list(seen["failed"]) == ["node-b"]
     assert "cannot be made" in seen["failed"]["node-b"]
+
+
+def test_a_node_that_is_busy_does_not_end_the_run(seen: dict[str, Any]) -> None:
+    """Its ranks copy for themselves."""
+    assert seen["beside"] == ["node-a"]
 
 
 def test_four_ranks_meet_across_the_nodes(seen: dict[str, Any]) -> None:

@@ -12,11 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from dbx_llmtrain.driver import cluster, launch, staging
+from dbx_llmtrain.config import TrainConfig
+from dbx_llmtrain.driver import cluster, launch, probing, staging
 from dbx_llmtrain.errors import ClusterError, StagingError, TrainingFailed
 from tests.spark import spark_env
 from tests.spark.helpers import artifact, make_plan, trainers
@@ -118,6 +120,59 @@ def stage(spark: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def stage_beside_a_job(spark: Any, folder: Path) -> dict[str, Any]:
+    """Stage while another job has every slot of one node."""
+    source = folder / "more"
+    source.mkdir()
+    (source / "weights.bin").write_bytes(b"v" * 1000)
+    marks = folder / "busy"
+    marks.mkdir()
+
+    def occupy() -> None:
+        def sleep_on_b(number: int, marks: str = str(marks)) -> None:
+            import os
+            import pathlib
+            import time
+
+            if os.environ.get("DBX_LLMTRAIN_NODE") == "node-b":
+                pathlib.Path(marks, str(number)).touch()
+            until = time.monotonic() + 90
+            while not pathlib.Path(marks, "over").exists() and time.monotonic() < until:
+                # On the other node as long as it takes for both slots here to be taken.
+                if len(os.listdir(marks)) == 2 and not pathlib.Path(marks, str(number)).exists():
+                    return
+                time.sleep(0.1)
+
+        spark.sparkContext.parallelize(range(4), 4).foreach(sleep_on_b)
+
+    busy = threading.Thread(target=occupy)
+    busy.start()
+    deadline = time.monotonic() + 60
+    while len(list(marks.iterdir())) < 2:
+        assert time.monotonic() < deadline, "the job did not start"
+        time.sleep(0.1)
+    try:
+        found = staging.stage_artifacts(
+            spark, [artifact(source)], local_mode=False, local_dir=None, timeout_s=10
+        )
+    finally:
+        (marks / "over").touch()
+        busy.join()
+    return {"beside": sorted(found)}
+
+
+def probe_fully(spark: Any, folder: Path) -> dict[str, Any]:
+    """Every check, with four ranks on the processors of both nodes."""
+    (folder / "a-model").mkdir()
+    cfg = TrainConfig(
+        model={"source": str(folder / "a-model")},
+        data={"train": "none"},
+        checkpoint={"dir": str(folder / "probed")},
+        cluster={"use_gpu": False, "processes": 4, "env": {"GLOO_SOCKET_IFNAME": "lo"}},
+    )
+    return probing.probe_fully(cfg, spark).model_dump(mode="json")
+
+
 def lose_an_executor(spark: Any, folder: Path) -> dict[str, Any]:
     plan = make_plan(folder / "lost", action="wait", ranks=4)
     killed: list[float] = []
@@ -170,7 +225,9 @@ def main(folder: Path) -> None:
             seen["no_executors"] = str(error)
         found.start_workers()
         seen["report"] = cluster.probe(spark).model_dump(mode="json")
+        seen["full"] = probe_fully(spark, folder)
         seen |= stage(spark, folder)
+        seen |= stage_beside_a_job(spark, folder)
         plan = make_plan(folder / "run", action="all_reduce", ranks=4)
         result = launch.launch(spark, plan, SECRETS, module="rank_program")
         seen["result"] = result.model_dump()

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from dbx_llmtrain import display
+from dbx_llmtrain.errors import Finding
 from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.reports import ClusterReport, PairSpeed
 from tests import sample
 
 
@@ -206,3 +208,24 @@ def test_size(value: int, text: str) -> None:
 )
 def test_number(value: object, text: str) -> None:
     assert display.number(value) == text
+
+
+def test_findings_of_a_full_probe_are_listed_errors_first() -> None:
+    report = sample.cluster().model_copy(
+        update={
+            "findings": (
+                Finding("ok", "memory", "at least 10 GiB free (a)"),
+                Finding("warning", "GPU memory", "GPU 0 of a is not free"),
+                Finding("error", "NCCL", "2.1 on a, 2.2 on <b>"),
+            ),
+            "speeds": (PairSpeed(first="a", second="b", bytes_per_second=1e9),),
+        }
+    )
+    text = str(report)
+    assert "1 error, 1 warning:" in text
+    places = [text.index(word) for word in ("2.1 on a", "is not free", "10 GiB free", "954 MiB/s")]
+    assert places == sorted(places)
+    assert "2.2 on &lt;b&gt;" in report._repr_html_()
+    again = ClusterReport.model_validate_json(report.model_dump_json())
+    assert again.findings == report.findings
+    assert "errors" not in str(sample.cluster())

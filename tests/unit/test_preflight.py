@@ -9,7 +9,7 @@ import pytest
 
 from dbx_llmtrain.driver import preflight
 from dbx_llmtrain.errors import ClusterError, Finding
-from dbx_llmtrain.records import ClusterReport, GpuInfo, NodeReport
+from dbx_llmtrain.reports import ClusterReport, GpuInfo, NodeReport
 
 MASTER = "spark://host:7077"
 GOOD = {"spark.master": MASTER, "spark.task.resource.gpu.amount": "1"}
@@ -229,3 +229,27 @@ def test_promised_executors() -> None:
     assert preflight.promised_executors({}, "local-cluster[2,1,1024]") == 2
     assert preflight.promised_executors({"spark.executor.instances": "5"}, MASTER) == 5
     assert preflight.promised_executors({}, MASTER) is None
+
+
+def test_autoscaling_is_a_warning() -> None:
+    key = "spark.databricks.clusterUsageTags.clusterScalingType"
+    (finding,) = check(GOOD | {key: "autoscaling"})
+    assert (finding.level, finding.check) == ("warning", "autoscaling")
+    assert "set a fixed number of workers" in finding.message
+    assert check(GOOD | {key: "fixed_size"}) == []
+
+
+@pytest.mark.parametrize("local_mode", [False, True])
+def test_every_check_is_listed_where_nothing_is_wrong(local_mode: bool) -> None:
+    report = local() if local_mode else cluster()
+    layout = Layout(local_mode=local_mode)
+    found = preflight.check_conf(GOOD, report, layout, {}, oks=True)
+    assert {finding.level for finding in found} == {"ok"}
+    checks = [finding.check for finding in found]
+    assert len(checks) == len(set(checks)) == (3 if local_mode else 9)
+    assert not any("{" in finding.message for finding in found)
+
+
+def test_a_check_that_found_something_is_not_ok_too() -> None:
+    found = preflight.check_conf(GOOD, cluster(slots=1), Layout(), {}, oks=True)
+    assert [finding.level for finding in found if finding.check == "task slots"] == ["error"]

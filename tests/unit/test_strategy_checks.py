@@ -10,7 +10,7 @@ from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.driver.strategy_checks import check_strategy
 from dbx_llmtrain.errors import Finding
 from dbx_llmtrain.layout import Layout
-from dbx_llmtrain.records import ClusterReport, NodeReport
+from dbx_llmtrain.reports import ClusterReport, NodeReport
 from tests import sample
 
 ALL = {

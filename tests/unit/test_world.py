@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dbx_llmtrain.errors import ClusterError
-from dbx_llmtrain.worker import torchrun
+from dbx_llmtrain.worker import meeting, torchrun
 from dbx_llmtrain.worker.world import _check_gpus, _Place, launcher_environment
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -111,3 +111,9 @@ def test_a_process_that_is_a_rank_itself(environment: dict[str, str]) -> None:
 def test_tasks_that_cannot_share_the_ranks_evenly(ranks: int) -> None:
     with pytest.raises(ClusterError, match=f"for {ranks} ranks, which the 2 tasks of TF_CONFIG"):
         torchrun.command(tf_config(1), ranks, "plan.json")
+
+
+def test_a_time_for_arriving_that_is_no_number_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(meeting.WITHIN, "soon")
+    with pytest.raises(ClusterError, match="is 'soon': expected a number of seconds"):
+        meeting.meet(TORCHRUN, "node-a")
