@@ -18,7 +18,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
+
+Cause = Literal[
+    "",
+    "out_of_memory",
+    "host_memory",
+    "configuration",
+    "stopped",
+    "lost",
+    "network",
+    "stalled",
+    "disk_full",
+    "crash",
+    "import",
+    "permission",
+    "credentials",
+    "data",
+    "model_mismatch",
+]
+"""What a training failed of; empty where that is not known. ``worker.failures`` has the table."""
 
 
 class LlmTrainError(Exception):
@@ -104,7 +123,7 @@ class CheckpointError(LlmTrainError):
 
 
 class RegistryError(LlmTrainError):
-    """A model cannot be logged to MLflow, or not be registered."""
+    """A run or its model cannot be logged to MLflow, or the model not be registered."""
 
 
 class SubmitError(LlmTrainError):
@@ -116,13 +135,15 @@ class TrainingFailed(LlmTrainError):
 
     Attributes: ``rank``, ``host``, ``gpu`` (uuid or index, ``None`` on CPU), ``step`` (optimizer
     steps finished), ``exit_code`` (negative: the signal that ended the process), ``traceback``,
-    ``log_tail`` (last lines that the rank printed), ``advice`` (what to do, where known) and
-    ``cause``: ``out_of_memory``; ``configuration`` where every rank found a ``ConfigError``, whose
+    ``log_tail`` (last lines that the rank printed), ``log`` (the file with all of them), ``advice``
+    (what to do, where known) and ``cause``, one of ``Cause``: such as ``out_of_memory``,
+    ``disk_full``, ``network``; ``configuration`` where every rank found a ``ConfigError``, whose
     words say it all, so that the text leaves the traceback out; or ``stopped`` where no rank failed
-    and the run ended because it was asked to.
+    and the run ended because it was asked to. A notebook shows the text alone: the driver's own
+    frames say nothing about it.
     """
 
-    STOPPED: ClassVar[str] = "stopped"
+    STOPPED: ClassVar[Cause] = "stopped"
 
     def __init__(
         self,
@@ -136,7 +157,8 @@ class TrainingFailed(LlmTrainError):
         traceback: str = "",
         log_tail: str = "",
         advice: str = "",
-        cause: str = "",
+        cause: Cause = "",
+        log: str = "",
     ) -> None:
         self.message = message
         self.rank = rank
@@ -147,8 +169,13 @@ class TrainingFailed(LlmTrainError):
         self.traceback = traceback
         self.log_tail = log_tail
         self.advice = advice
-        self.cause = cause
+        self.cause: Cause = cause
+        self.log = log
         super().__init__(self._text())
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of the stack of the driver's own frames."""
+        return f"{type(self).__name__}: {self}".splitlines()
 
     def _text(self) -> str:
         where = [f"rank {self.rank}"] if self.rank is not None else []
@@ -164,6 +191,8 @@ class TrainingFailed(LlmTrainError):
             parts.append(f"Traceback of the rank:\n{self.traceback.rstrip()}")
         elif self.log_tail and not told:
             parts.append(f"Last lines of the rank:\n{self.log_tail.rstrip()}")
+        if self.log and not told:
+            parts.append(f"The whole log of the rank: {self.log}")
         if self.advice:
             parts.append(f"What to do: {self.advice}")
         return "\n\n".join(parts)

@@ -1,71 +1,30 @@
 """From the ranks' records to the one cause: which rank failed first, and what to do about it. Pure,
-apart from reading the records."""
+apart from reading the records and the versions of the driver's packages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
-from dbx_llmtrain.errors import TrainingFailed
+from dbx_llmtrain.errors import Cause, TrainingFailed
 from dbx_llmtrain.outcomes import RankRecord
-from dbx_llmtrain.worker import supervisor
-from dbx_llmtrain.worker.failures import CONFIGURATION
-from dbx_llmtrain.worker.requests import Stopped
-
-_FOLLOWERS = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|socket (closed|timeout)|recvvalue failed"
-    r"|failed to recv|nccl communicator was aborted|remote process exited|disterror"
-    r"|distbackenderror|distnetworkerror|peer closed|watchdog caught collective",
-    re.IGNORECASE,
-)
-"""What a rank says when another one is gone. It is not the cause while there is another error."""
+from dbx_llmtrain.worker import failures, supervisor
+from dbx_llmtrain.worker.failures import CONFIGURATION, Known
+from dbx_llmtrain.worker.requests import Stopped, Wish
 
 _STOPPED = f"{Stopped.__name__}: "
-
-_ADVICE: tuple[tuple[str, str], ...] = (
-    (
-        r"OutOfMemoryError|CUDA out of memory|CUBLAS_STATUS_ALLOC_FAILED",
-        "the GPU's memory was full: lower train.micro_batch_size (the result stays the same) or "
-        "data.max_length, or spread the model over more GPUs with parallel.kind=fsdp",
-    ),
-    (
-        r"MemoryError|Cannot allocate memory|DefaultCPUAllocator",
-        "the machine's memory was full: use machines with more memory or fewer ranks on each",
-    ),
-    (
-        r"No space left on device|Errno 28|Disk quota exceeded",
-        "a disk is full: free space on it, or set cluster.local_dir to a bigger one",
-    ),
-    (
-        r"ModuleNotFoundError|No module named|cannot import name",
-        "a package is missing or of another version on that node: install it as a library of the "
-        "cluster or with %pip, which reaches every node, and run again",
-    ),
-    (
-        r"401|403 (Client|Forbidden)|GatedRepo|Unauthorized|PERMISSION_DENIED|invalid.{0,20}token",
-        "the credentials are missing or were refused: set HF_TOKEN or DATABRICKS_HOST and "
-        "DATABRICKS_TOKEN in the driver's environment, from where the ranks get them",
-    ),
-    (
-        r"Watchdog caught collective|[Tt]imed out waiting|NCCL timeout|wait timeout",
-        "a rank did not come to a collective operation in time: compare the logs of all ranks in "
-        "the run folder; the one that stopped earliest is the cause",
-    ),
-    (
-        r"ncclInternalError|ncclSystemError|ncclUnhandledCudaError|NCCL error",
-        "NCCL could not connect the GPUs: set NCCL_DEBUG=INFO in cluster.env and look at the log; "
-        "NCCL_SOCKET_IFNAME chooses the network interface",
-    ),
-)
-_SIGNAL_ADVICE = {
-    9: "the process was killed from outside, most likely by the kernel because the machine's "
-    "memory was full: use machines with more memory or fewer ranks on each, or lower "
-    "data.max_length",
-    7: "a memory-mapped file or the shared memory (/dev/shm) ran out of space",
-    11: "native code crashed: the stack is at the end of the log; compare the versions of torch, "
-    "CUDA and the driver that probe() shows",
-}
+_TASK = re.compile(r"barrier task ResultTask\(\d+, (\d+)\) finished unsuccessfully")
+"""The task that Spark has lost; its number is the rank's, with one GPU (or none) a task."""
+_BY_SIGNAL = f"({Wish.SIGTERM})"
+_SILENT = "the trainer "
+"""How a supervisor's own words begin, where the process left none."""
+_CANCELLED = re.compile(r"\bcancell?ed\b(?! because SparkContext was shut down)", re.IGNORECASE)
+_OF_SPARK: tuple[Cause, ...] = ("import", "disk_full", "permission")
+"""What Spark's words may tell of ranks that were never started."""
+_PACKAGE = re.compile(r"No module named '([\w.]+)'|cannot import name '\w+' from '([\w.]+)'")
+_SHOWN = 8
 
 
 def read_records(run_dir: Path, attempt: str, world_size: int) -> dict[int, RankRecord]:
@@ -93,65 +52,90 @@ def first_failure(records: Mapping[int, RankRecord]) -> RankRecord | None:
 
 
 def _order(record: RankRecord) -> tuple[bool, bool, float]:
-    return record.stopped, bool(_FOLLOWERS.search(record.error)), record.time
+    return record.stopped, _follows(record), record.time
 
 
-def _cause(records: Mapping[int, RankRecord], first: RankRecord) -> str:
+def _follows(record: RankRecord) -> bool:
+    """Whether a rank's words are those of one that waited for another, or lost it."""
+    known = known_failure(record)
+    return known is not None and known.follows
+
+
+def known_failure(record: RankRecord) -> Known | None:
+    """The entry of the table that a rank's failure is; ``None`` for one that is not known."""
+    if record.cause == CONFIGURATION:
+        return failures.OTHERS[0]
+    if record.error.startswith(_SILENT):
+        return _of_ending(record)
+    last = record.traceback.rstrip().rsplit("\n", 1)[-1]
+    known = failures.known_text(record.error) or failures.known_text(last)
+    if record.cause and (known is None or known.cause != record.cause):
+        known = next((one for one in failures.KNOWN if one.cause == record.cause), None)
+    return known
+
+
+def _of_ending(record: RankRecord) -> Known | None:
+    """Of a process that left no report: by what it printed last, and by what ended it."""
+    number = -(record.exit_code or 0)
+    endings = [one for one in failures.ENDINGS if number in one.signals]
+    if number == 9:
+        return next((one for one in endings if one.cause == record.cause), endings[0])
+    said = failures.known_text(record.log_tail)
+    return said or next(iter(endings), None)
+
+
+def _cause(records: Mapping[int, RankRecord], first: RankRecord) -> Cause:
     """What the run failed of. It is the configuration only where no rank failed of anything else;
     those that were stopped, or lost the others, only followed."""
-    own = {
-        record.cause
-        for record in records.values()
-        if record.status == "failed" and not _order(record)[0] and not _order(record)[1]
-    }
-    return "" if first.cause == CONFIGURATION and own != {CONFIGURATION} else first.cause
+    if first.cause == CONFIGURATION:
+        failed = [one for one in records.values() if one.status == "failed"]
+        own = {one.cause for one in failed if not one.stopped and not _follows(one)}
+        return "" if own != {CONFIGURATION} else CONFIGURATION
+    known = known_failure(first)
+    return known.cause if known else first.cause
 
 
 def advice(record: RankRecord) -> str:
     """What to do about the failure of this rank; empty where the cause is not a known one."""
-    if record.cause == CONFIGURATION:
-        return "change the configuration as said above, and run again"
-    if record.exit_code is not None and -record.exit_code in _SIGNAL_ADVICE:
-        return _SIGNAL_ADVICE[-record.exit_code]
-    last = record.traceback.rstrip().rsplit("\n", 1)[-1]
-    for text in (f"{record.error}\n{last}", record.log_tail):
-        for pattern, what in _ADVICE:
-            if re.search(pattern, text):
-                return what
-    return ""
+    known = known_failure(record)
+    if known is None:
+        return ""
+    if known.cause == "import":
+        return f"{known.advice}{_driver_has(record)}"
+    return known.advice
+
+
+def _driver_has(record: RankRecord) -> str:
+    """Which version of the package in question the driver has."""
+    found = _PACKAGE.search(record.error)
+    if found is None:
+        return ""
+    package = (found[1] or found[2]).partition(".")[0]
+    try:
+        return f" ({record.node}; the driver has {package} {metadata.version(package)})"
+    except metadata.PackageNotFoundError:
+        return f" ({record.node}; the driver has no package {package} either)"
 
 
 def failure(
-    records: Mapping[int, RankRecord], world_size: int, launcher_error: BaseException | None
+    records: Mapping[int, RankRecord],
+    world_size: int,
+    launcher_error: BaseException | None,
+    run_dir: Path | None = None,
 ) -> TrainingFailed:
     """The exception for a launch that did not finish on every rank."""
     missing = [rank for rank in range(world_size) if rank not in records]
-    unknown = _missing_text(missing)
-    said = launcher_text(launcher_error) if launcher_error else ""
     first = first_failure(records)
     if first is not None and not missing and first.error.startswith(_STOPPED):
-        return _asked(first)
-    lonely = first is not None and bool(_FOLLOWERS.search(first.error)) and bool(missing)
-    if first is None or first.stopped or lonely:
-        # Nobody failed by itself: a node or an executor was lost, or nothing was started.
-        peers = (
-            f"rank {first.rank} on {first.node}, the first to end, says: {first.error}"
-            if first
-            else ""
-        )
-        if first is None and not missing:
-            unknown = "rank 0 finished without a result"
-        return TrainingFailed(
-            "; ".join(filter(None, [unknown or "no rank failed by itself", peers, said])),
-            rank=missing[0] if missing else None,
-            step=first.step if first else None,
-            advice="a machine or an executor was lost, or its processes were never started: look "
-            "at Spark's log of the executors (out of memory, spot machine taken back, node "
-            "removed), and run again; training goes on from the last checkpoint",
-        )
-    where = f" (node {first.node})" if first.node != first.host else ""
+        return _asked(records, first, launcher_text(launcher_error) if launcher_error else "")
+    if first is None or first.stopped or (_follows(first) and missing):
+        return _lost(records, missing, first, launcher_error)
+    unknown, where = _missing_text(missing), ""
+    if first.node != first.host:
+        where = f" (node {first.node})"
+    parts = [f"{first.error}{where}", _absent(records, first), unknown]
     return TrainingFailed(
-        first.error + where + (f"; {unknown}" if unknown else ""),
+        "; ".join(filter(None, parts)),
         rank=first.rank,
         host=first.host,
         gpu=first.gpu,
@@ -161,24 +145,90 @@ def failure(
         log_tail=first.log_tail,
         advice=advice(first),
         cause=_cause(records, first),
+        log=str(supervisor.record_path(run_dir, first.rank).with_suffix(".log")) if run_dir else "",
     )
 
 
-def _asked(first: RankRecord) -> TrainingFailed:
-    """Nothing failed: the ranks ended since they were asked to, and there is no result."""
+def _lost(
+    records: Mapping[int, RankRecord],
+    missing: list[int],
+    first: RankRecord | None,
+    error: BaseException | None,
+) -> TrainingFailed:
+    """Nobody failed by itself: a node or an executor was lost, or nothing was started."""
+    said = launcher_text(error) if error else ""
+    unknown = _missing_text(missing)
+    peers = ""
+    if first is not None:
+        peers = f"rank {first.rank} on {first.node}, the first to end, says: {first.error}"
+    elif not missing:
+        unknown = "rank 0 finished without a result"
+    parts = [unknown or "no rank failed by itself", peers, said]
+    step = max((one.step for one in records.values() if one.step is not None), default=None)
+    known = failures.WITHOUT_A_WORD
+    by_spark = failures.known_text(said) if first is None else None
+    if by_spark is not None and by_spark.cause in _OF_SPARK:
+        known = by_spark
+    elif failures.EXECUTOR_MEMORY.says(said):
+        known = failures.EXECUTOR_MEMORY
     return TrainingFailed(
-        f"the run {first.error.removeprefix(_STOPPED)}",
+        "; ".join(filter(None, parts)),
+        rank=missing[0] if missing else None,
+        step=step,
+        advice=known.advice,
+        cause=known.cause,
+    )
+
+
+def _asked(records: Mapping[int, RankRecord], first: RankRecord, said: str) -> TrainingFailed:
+    """No rank failed: they ended since they were asked to, and there is no result. A signal is what
+    is sent to processes of a machine or an executor that is taken away: then it was lost, unless
+    somebody has cancelled the Spark job."""
+    told = f"the run {first.error.removeprefix(_STOPPED)}"
+    again = "run again with the same tracking.run_name: training goes on from that checkpoint"
+    signalled = _BY_SIGNAL in first.error
+    lost = signalled and not _CANCELLED.search(said)
+    task = _TASK.search(said) if lost else None
+    gone = records.get(int(task[1])) if task else None
+    if lost:
+        again += "; cluster.max_restarts has it go on by itself"
+    return TrainingFailed(
+        "; ".join(filter(None, [told, said if signalled else ""])),
+        rank=gone.rank if gone else None,
+        host=gone.host if gone else None,
         step=first.step,
         exit_code=first.exit_code,
-        advice="run again with the same tracking.run_name: training goes on from that checkpoint",
-        cause=TrainingFailed.STOPPED,
+        advice=again,
+        cause=failures.LOST if lost else TrainingFailed.STOPPED,
     )
+
+
+def _absent(records: Mapping[int, RankRecord], first: RankRecord) -> str:
+    """Where a rank waited in vain: who did not come, and how far those are."""
+    if not _follows(first):
+        return ""
+    others = [one for one in records.values() if one.rank != first.rank and not _follows(one)]
+    behind = [one for one in others if (one.step or 0) < (first.step or 0)]
+    shown = sorted(behind or others, key=lambda one: (one.step or 0, one.rank))
+    if not shown:
+        return ""
+    told = ", ".join(map(_place, shown[:_SHOWN]))
+    told += f" ... ({len(shown)})" if len(shown) > _SHOWN else ""
+    if behind or len(shown) == 1:
+        return f"not there: {told}"
+    return f"not heard of, there or not: {told}"
+
+
+def _place(record: RankRecord) -> str:
+    step = f"at step {record.step}" if record.step is not None else "before the first step"
+    return f"rank {record.rank} on {record.node} ({', '.join(filter(None, [step, record.phase]))})"
 
 
 def _missing_text(ranks: list[int]) -> str:
     if not ranks:
         return ""
-    shown = ", ".join(map(str, ranks[:8])) + (f" ... ({len(ranks)})" if len(ranks) > 8 else "")
+    more = f" ... ({len(ranks)})" if len(ranks) > _SHOWN else ""
+    shown = ", ".join(map(str, ranks[:_SHOWN])) + more
     return f"no record of how rank{'s' if len(ranks) > 1 else ''} {shown} ended"
 
 

@@ -22,8 +22,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dbx_llmtrain import storage
-from dbx_llmtrain.worker import node
-from dbx_llmtrain.worker.trainer import LOGS, PR_SET_PDEATHSIG, Ending, Job, Trainer
+from dbx_llmtrain.worker import node, requests
+from dbx_llmtrain.worker.trainer import (
+    LOGS,
+    PR_SET_PDEATHSIG,
+    Ending,
+    Job,
+    Trainer,
+    failed_elsewhere,
+    read_json,
+)
 
 TRAINER = "dbx_llmtrain.worker.main"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -47,27 +55,30 @@ def run(
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     forget_arguments(at_end=False)
     plan = json.loads(plan_json)
+    settings = plan["config"].get("cluster", {})
     job = Job(
         attempt=plan["attempt"],
         rank=int(os.environ["RANK"]),
         run_dir=storage.local_path(plan["run_dir"]),
-        env=plan["config"].get("cluster", {}).get("env", {}),
+        env=settings.get("env", {}),
         use_gpu=bool(plan.get("use_gpu")),
         plan_json=plan_json,
         secrets=secrets,
         module=module,
         stop_file=stop_file,
         local_dir=plan.get("local_dir"),
+        debug=bool(settings.get("debug")),
     )
     ending = None
     with node.Capture() as capture:
-        ending = _supervise(job, parent)
+        ending = _ended_before(job) or _supervise(job, parent)
     if ending is None:
         ending = Ending(1, False, time.time(), error=capture.text(), traceback=capture.traceback())
         write_record(job, ending)
     remove_error_folder()
     if ending.exit_code != 0:
         forget_arguments(at_end=True, stopped=ending.stopped)
+        silence_launcher(parent)
         raise SystemExit(1)
     return {"rank": job.rank}
 
@@ -109,6 +120,29 @@ def remove_error_folder() -> None:
                 return
 
 
+def _ended_before(job: Job) -> Ending | None:
+    """The ending of a rank of an attempt that is over: Spark has begun its tasks anew, but what
+    follows is the driver's to say, which goes on from a checkpoint if at all. Records stay."""
+    own = read_json(record_path(job.run_dir, job.rank)) or {}
+    again = own.get("attempt") == job.attempt
+    if not again and not failed_elsewhere(job, stopped=True):
+        return None
+    ending = Ending(1, True, time.time(), error="not begun: this attempt had failed before")
+    if not again:
+        write_record(job, ending)
+    return ending
+
+
+def silence_launcher(parent: int) -> None:
+    """End torch's launcher, which has nothing left to do but to print an error of its own, without
+    a cause, around what was said of it. (It would end the other ranks: as their parent's end does.)
+    """
+    with node.Capture():
+        words = Path("/proc", str(parent), "cmdline").read_bytes().split(b"\0")
+        if b"torch.distributed.run" in words and os.getppid() == parent:
+            os.kill(parent, signal.SIGKILL)
+
+
 def _supervise(job: Job, parent: int) -> Ending:
     """Start, watch and record one trainer. Its private folder is gone afterwards."""
     _remove_leftovers()
@@ -120,7 +154,15 @@ def _supervise(job: Job, parent: int) -> Ending:
         trainer.close()
         return ending
     finally:
+        _remove_noted(folder / requests.FOLDERS)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_noted(list_of_folders: Path) -> None:
+    """Temporary files of a trainer, which removes them itself unless it was killed."""
+    with node.Capture():
+        for line in list_of_folders.read_text(encoding="utf-8").splitlines():
+            shutil.rmtree(line, ignore_errors=True)
 
 
 def _remove_leftovers() -> None:

@@ -21,14 +21,27 @@ from typing import Any
 
 import dbx_llmtrain
 from dbx_llmtrain import storage
-from dbx_llmtrain.worker import caches, failures, node, output, requests
+from dbx_llmtrain.errors import Cause
+from dbx_llmtrain.worker import (
+    caches,
+    debugging,
+    failures,
+    kills,
+    node,
+    output,
+    requests,
+    stacks,
+)
+from dbx_llmtrain.worker.lifeline import Lifeline
 
 RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
 LOGS = "logs"
 GRACE_S = 5.0
 """A trainer that was told to end is killed after so long,"""
 SAVING_GRACE_S = 25.0
-"""and after so long where it has answered that it will save first."""
+"""and after so long where it has answered that it will save first,"""
+CUT_GRACE_S = 10.0
+"""or after so long where nobody waits for it: its launcher, Spark task or driver is gone."""
 PR_SET_PDEATHSIG = 1
 _PUBLISH_S = 30.0
 _TICK_S = 0.25
@@ -51,6 +64,7 @@ class Job:
     module: str
     stop_file: str | None
     local_dir: str | None = None
+    debug: bool = False
 
 
 @dataclass
@@ -61,7 +75,8 @@ class Ending:
     stopped: bool
     time: float
     step: int | None = None
-    cause: str = ""
+    phase: str = ""
+    cause: Cause = ""
     error: str = ""
     traceback: str = ""
     log_tail: str = ""
@@ -74,7 +89,8 @@ class Trainer:
     def __init__(self, job: Job, folder: Path, parent: int) -> None:
         self._job = job
         self._folder = folder
-        self._parent = parent
+        self._lifeline = Lifeline(parent, job.secrets)
+        self._cut = False
         self._stop_at: float | None = None
         self._hard = False
         self._in_vain = False
@@ -88,6 +104,11 @@ class Trainer:
         )
         plan = folder / "plan.json"
         plan.write_text(job.plan_json, encoding="utf-8")
+        given = environment(job, folder)
+        if job.debug:
+            for line in debugging.of_process(given, job.secrets):
+                self._log.write(f"{line}\n".encode())
+        self._kills = kills.counts()
         # Spark's Python daemon hangs up on its children when its executor is lost.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
@@ -98,7 +119,7 @@ class Trainer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment(job, folder),
+            env=given,
             start_new_session=True,
             preexec_fn=_die_with_supervisor,
         )
@@ -106,6 +127,7 @@ class Trainer:
         self._pump = threading.Thread(target=self._read, name="read-output", daemon=True)
         self._pump.start()
         threading.Thread(target=self._publish, name="publish-log", daemon=True).start()
+        self._lifeline.watch()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._stop_at is None:
@@ -136,7 +158,10 @@ class Trainer:
     def wait(self) -> Ending:
         """Wait until the trainer and everything it started is gone; how it ended."""
         told = False
+        stuck = False
         while not _has_exited(self._child.pid):
+            job = self._job
+            stuck = stuck or stacks.publish_stuck(self._folder, job.run_dir, job.attempt, job.rank)
             if self._ended.wait(_TICK_S):
                 time.sleep(_TICK_S / 10)  # its output has ended, it is about to
             if self._must_stop() and self._stop_at is None:
@@ -158,7 +183,8 @@ class Trainer:
         if self._job.stop_file and os.path.exists(self._job.stop_file):
             self._hard = True  # the driver has asked for a checkpoint before, and waited for it
             return True
-        return os.getppid() != self._parent
+        self._cut = self._cut or self._lifeline.is_cut()
+        return self._cut
 
     def _grace_s(self) -> float:
         """Seconds that a trainer has which was told to end. None where another rank has failed: it
@@ -168,10 +194,12 @@ class Trainer:
         if time.monotonic() - self._looked >= _LOOK_S:
             self._in_vain = failed_elsewhere(self._job)
             self._looked = time.monotonic()
-        return 0.0 if self._in_vain else SAVING_GRACE_S
+        if self._in_vain:
+            return 0.0
+        return CUT_GRACE_S if self._cut else SAVING_GRACE_S
 
     def _ending(self, code: int, ended: float) -> Ending:
-        failure = _read_json(self._folder / "failure.json") or {}
+        failure = read_json(self._folder / "failure.json") or {}
         with node.Capture():
             # Ending a process takes its time; what went wrong was known before.
             ended = min(ended, (self._folder / "failure.json").stat().st_mtime)
@@ -181,34 +209,49 @@ class Trainer:
             stopped=code != 0 and (bool(failure.get("stopped")) or self._was_told(before=ended)),
             time=ended,
             step=_read_step(self._folder, failure),
-            result=_read_json(self._folder / "result.json") if code == 0 else None,
+            phase=_read_text(self._folder / "phase"),
+            result=read_json(self._folder / "result.json") if code == 0 else None,
         )
         if code != 0:
             with node.Capture():
                 ending.log_tail = self._log.tail() if self._log else ""
             ending.traceback = str(failure.get("traceback") or _traceback(ending.log_tail))
             ending.error = str(failure.get("error") or _error(code, ending))
-            ending.cause = str(failure.get("cause", failures.cause_of_text(ending.error)))
+            ending.cause = failure.get("cause", failures.cause_of_text(ending.error))
+            if code == -signal.SIGKILL and not ending.stopped and not failure:
+                self._blame_kernel(ending)
         return ending
+
+    def _blame_kernel(self, ending: Ending) -> None:
+        """Who has killed the trainer, as far as the kernel tells."""
+        counted = kills.counted(self._kills, kills.counts())
+        ending.cause = failures.LOST if counted is False else failures.HOST_MEMORY
+        if counted:
+            ending.error += "; the kernel has counted a kill for lack of memory here meanwhile"
 
     def _was_told(self, *, before: float) -> bool:
         return self._stop_at is not None and not before < self._stop_at
 
     def close(self) -> None:
-        """Let the last lines and the log go where they belong."""
+        """Let the last lines and the log go where they belong. The folder of the stop file is
+        that of the driver, which may be gone."""
+        if self._cut and self._job.stop_file:
+            with node.Capture():
+                Path(self._job.stop_file).parent.rmdir()
         self._forward.close()
         if self._log is not None:
             with node.Capture():
                 self._log.close()
 
 
-def failed_elsewhere(job: Job) -> bool:
-    """Whether another rank of this attempt has failed by itself, as its record says."""
-    records = (_read_json(path) or {} for path in (job.run_dir / LOGS).glob("rank-*.json"))
+def failed_elsewhere(job: Job, *, stopped: bool = False) -> bool:
+    """Whether another rank of this attempt has failed by itself, as its record says; with
+    ``stopped`` also one that was ended."""
+    records = (read_json(path) or {} for path in (job.run_dir / LOGS).glob("rank-*.json"))
     return any(
         record.get("attempt") == job.attempt
         and record.get("status") == "failed"
-        and not record.get("stopped")
+        and (stopped or not record.get("stopped"))
         for record in records
     )
 
@@ -228,6 +271,8 @@ def environment(job: Job, folder: Path) -> dict[str, str]:
     env["PYTHONUNBUFFERED"] = "1"
     env.setdefault("PYTHONFAULTHANDLER", "1")
     env[RANK_DIR] = str(folder)
+    if job.debug:
+        env = debugging.VARIABLES | env
     return env
 
 
@@ -249,12 +294,20 @@ def _signal_group(group: int, number: int) -> None:
         return
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The mapping in a file of JSON, if there is one that can be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
 
 
 def _read_step(folder: Path, failure: dict[str, Any]) -> int | None:

@@ -7,16 +7,23 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dbx_llmtrain import cli
-from dbx_llmtrain.driver import diagnosis
+from dbx_llmtrain.calls import CallPlan
+from dbx_llmtrain.driver import calling, diagnosis
+from dbx_llmtrain.driver.run_folder import RunFolder
+from dbx_llmtrain.driver.survey import Survey
 from dbx_llmtrain.errors import TrainingFailed
+from dbx_llmtrain.layout import Layout
 from dbx_llmtrain.records import RunPlan
+from tests import sample
 from tests.dist import plans
-from tests.dist.launch import TIMEOUT
+from tests.dist.launch import TIMEOUT, free_port
 
 pytestmark = pytest.mark.dist
 
@@ -25,7 +32,7 @@ SUPERVISE = """
 import sys
 from pathlib import Path
 from dbx_llmtrain.worker import supervisor
-supervisor.run(Path(sys.argv[1]).read_text(), {})
+supervisor.run(Path(sys.argv[1]).read_text(), {}, *sys.argv[2:])
 """
 CAUSE = "  - model.lora: peft"
 """It knows the names of the layers once the model is built."""
@@ -96,3 +103,118 @@ def test_a_configuration_that_only_a_rank_can_refuse_is_told_in_a_few_lines(tmp_
     assert len(str(failed).splitlines()) <= 5
     assert str(failed).endswith("change the configuration as said above, and run again")
     assert cli.exit_code(failed) == 2
+
+
+def start(plan: CallPlan, folder: Path, rank: int = 0, port: int = 0) -> subprocess.Popen[str]:
+    """A rank of a function's plan under its supervisor."""
+    (folder / "plan.json").write_text(plan.model_dump_json())
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.world_size, "MASTER_PORT": port}
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, str(folder / "plan.json"), calling.MODULE],
+        cwd=ROOT,
+        env=os.environ | {name: str(value) for name, value in places.items()}
+        | {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def call_plan(folder: Path, function: Any, *args: Any, ranks: int = 1) -> CallPlan:
+    content = calling.pickled(function, args, {})
+    run_folder = RunFolder("mine", folder / "mine", folder / ".cache", "a1")
+    run_folder.path.mkdir()
+    case = Survey(sample.cluster(), Layout(ranks, True, False, ()), run_folder, 0.0)
+    cfg = calling.settle(None, "mine", str(folder), {})
+    return calling.make_plan(cfg, case, content, ())
+
+
+def judged(plan: CallPlan, processes: list[subprocess.Popen[str]]) -> TrainingFailed:
+    """The first one is to fail; the others are told to end then, as a launcher does."""
+    try:
+        printed = processes[0].communicate(timeout=TIMEOUT)[0]
+        for process in processes[1:]:
+            process.terminate()
+            process.communicate(timeout=TIMEOUT)
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode == 1, printed
+    assert "Traceback" not in printed
+    run_dir = Path(plan.run_dir)
+    records = diagnosis.read_records(run_dir, plan.attempt, plan.world_size)
+    assert len(records) == plan.world_size
+    return diagnosis.failure(records, plan.world_size, None, run_dir)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"nothing can be mounted here: {error}")
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(path: str) -> None:
+    with open(path, "wb") as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_full_disk_is_told_with_what_to_do(tmp_path: Path, tiny_disk: Path) -> None:
+    plan = call_plan(tmp_path, fill, str(tiny_disk / "weights"))
+    failed = judged(plan, [start(plan, tmp_path)])
+    assert failed.message.startswith("OSError: [Errno 28] No space left on device")
+    assert failed.cause == "disk_full"
+    assert "cluster.local_dir" in failed.advice
+    assert failed.traceback.splitlines()[1].endswith(", in fill"), "the user's own code is first"
+
+
+def crash() -> None:
+    import ctypes
+
+    print("about to read nowhere", flush=True)
+    ctypes.string_at(0)
+
+
+def test_a_crash_of_native_code_is_told_with_its_stack(tmp_path: Path) -> None:
+    plan = call_plan(tmp_path, crash)
+    failed = judged(plan, [start(plan, tmp_path)])
+    assert (failed.exit_code, failed.cause) == (-11, "crash")
+    assert "about to read nowhere" in failed.log_tail
+    assert "Fatal Python error: Segmentation fault" in failed.log_tail
+    assert " in string_at\n" in failed.log_tail
+    assert "native code crashed" in failed.advice
+
+
+def meet_late() -> None:
+    import time
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(100)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    plan = call_plan(tmp_path, meet_late, ranks=2)
+    port = free_port()
+    ranks = [start(plan, tmp_path, rank, port) for rank in (0, 1)]
+    failed = judged(plan, ranks)
+    assert (failed.rank, failed.cause) == (0, "network"), failed
+    assert "Timed out waiting" in failed.message
+    assert "not there: rank 1 on " in failed.message
+    assert "did not come to a collective operation in time" in failed.advice

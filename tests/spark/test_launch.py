@@ -19,6 +19,17 @@ from dbx_llmtrain.records import RunPlan
 from tests.spark.helpers import MARK, make_plan, processes_with, trainers
 
 MODES = pytest.mark.parametrize("local_mode", [True, False], ids=["driver", "executors"])
+# The one that the other says least about is in every run of the tests.
+DRIVER = pytest.mark.parametrize(
+    "local_mode",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["driver", "executors"],
+)
+EXECUTORS = pytest.mark.parametrize(
+    "local_mode",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["driver", "executors"],
+)
 SECRETS = {"TEST_SECRET": "s3cret-value"}
 
 
@@ -69,14 +80,14 @@ def test_every_rank_finishes(spark: Any, tmp_path: Path, local_mode: bool) -> No
     assert not left_folders(tmp_path)
 
 
-def left_arguments() -> list[Path]:
+def left_arguments(secret: str = "s3cret-value") -> list[Path]:
     """Files with pickled secrets in the launcher's folders, executors' and driver's."""
     import tempfile
 
     found = []
     for path in Path(tempfile.gettempdir()).glob("tmp*/*"):
         try:
-            if b"s3cret-value" in path.read_bytes():
+            if secret.encode() in path.read_bytes():
                 found.append(path)
         except OSError:
             continue
@@ -92,9 +103,15 @@ def left_folders(run_dir: Path) -> list[Path]:
 
 
 @MODES
-def test_a_rank_that_raises(spark: Any, tmp_path: Path, local_mode: bool) -> None:
+def test_a_rank_that_raises(
+    spark: Any, tmp_path: Path, local_mode: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
     plan = make_plan(tmp_path, action="raise", local_mode=local_mode)
     error = failure(spark, plan, within_s=90.0)
+    printed = "".join(capfd.readouterr())
+    assert "[rank 1] ValueError: row 17 has no text" in printed
+    for words in ("ChildFailedError", "torch/distributed", "Sending process", "error_file"):
+        assert words not in printed, "torch's launcher says nothing of its own"
     record = json.loads((tmp_path / "logs" / "rank-00001.json").read_text())
     assert time.time() - record["time"] < 30.0, "the exception comes soon after the fault"
     assert (error.rank, error.host, error.step, error.exit_code) == (1, os.uname().nodename, 7, 1)
@@ -109,10 +126,11 @@ def test_a_rank_that_is_killed(spark: Any, tmp_path: Path) -> None:
     error = failure(spark, make_plan(tmp_path, action="killed"), within_s=60.0)
     assert (error.rank, error.exit_code) == (1, -9)
     assert "SIGKILL" in str(error)
-    assert "memory was full" in error.advice
+    assert error.cause in ("lost", "host_memory"), "as far as the kernel counts kills here"
+    assert "was killed from outside" in error.advice
 
 
-@MODES
+@DRIVER
 def test_a_lack_of_memory_is_followed_by_smaller_pieces(
     spark: Any, tmp_path: Path, local_mode: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +203,7 @@ def test_any_output_reaches_the_driver(
         assert log.endswith("end of output\n")
 
 
-@MODES
+@EXECUTORS
 def test_an_interrupt_ends_every_rank(spark: Any, tmp_path: Path, local_mode: bool) -> None:
     plan = make_plan(tmp_path, action="stubborn", local_mode=local_mode)
 
@@ -215,7 +233,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-@MODES
+@EXECUTORS
 def test_an_interrupt_lets_the_ranks_save_and_end_by_themselves(
     spark: Any, tmp_path: Path, local_mode: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,6 +270,7 @@ def test_a_second_interrupt_ends_the_ranks_at_once(spark: Any, tmp_path: Path) -
     assert [one["exit_code"] for one in records(tmp_path)] == [-signal.SIGTERM] * 2
 
 
+@pytest.mark.slow
 def test_two_launches_at_once(spark: Any, tmp_path: Path) -> None:
     results: list[RankResult] = []
 
@@ -268,6 +287,7 @@ def test_two_launches_at_once(spark: Any, tmp_path: Path) -> None:
     assert len(results) == 3
 
 
+@pytest.mark.slow
 def test_ranks_meet(spark: Any, tmp_path: Path) -> None:
     result = start(spark, make_plan(tmp_path, action="all_reduce", use_gpu=True))
     assert result.metrics == {"total": 3.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +54,32 @@ def test_a_run_that_was_asked_to_end_has_not_failed() -> None:
     assert "a machine or an executor was lost" in str(lost), "the other rank has left no record"
 
 
+@pytest.mark.parametrize(
+    ("spark", "cause"),
+    [
+        (
+            "Stage failed because barrier task ResultTask(36, 1) finished unsuccessfully. "
+            "ExecutorLostFailure (executor 1 exited)",
+            "lost",
+        ),
+        ("[SPARK_JOB_CANCELLED] Job 3 cancelled as part of cancellation of all jobs", "stopped"),
+    ],
+)
+def test_ranks_that_saved_as_a_signal_told_them_to(spark: str, cause: str) -> None:
+    """What sends it is an executor or a machine that goes away, or a job that was cancelled."""
+    said = "Stopped: ended after step 24 as it was asked to (SIGTERM); the newest is /r/c"
+    ranks = [record(rank, 1.0, stopped=True, exit_code=143, error=said, step=24) for rank in (0, 1)]
+    error = diagnosis.failure(dict(enumerate(ranks)), 2, RuntimeError(spark))
+    assert (error.cause, error.step) == (cause, 24)
+    assert error.rank == (1 if cause == "lost" else None)
+    assert error.message.startswith("the run ended after step 24 as it was asked to (SIGTERM); the")
+    assert error.message.endswith(spark)
+    assert ("cluster.max_restarts has it go on" in error.advice) is (cause == "lost")
+
+
 def test_a_rank_that_lost_its_peer_is_not_the_cause() -> None:
     error = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]"
-    killed = record(1, 1.1, exit_code=-9, error="the trainer was ended by signal 9 (SIGKILL)")
+    killed = record(1, 1.1, **ended(9))
     assert cause(record(0, 1.0, error=error), killed) == 1
 
 
@@ -62,26 +87,122 @@ def test_finished_ranks_are_not_asked() -> None:
     assert cause(record(0, status="finished", exit_code=0)) is None
 
 
+def ended(number: int, **changes: Any) -> dict[str, Any]:
+    """Of a process that a signal ended, without a word of its own."""
+    name = signal.Signals(number).name
+    return {"exit_code": -number, "error": f"the trainer was ended by signal {number} ({name})"} | (
+        changes
+    )
+
+
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "said", "cause"),
     [
-        ({"exit_code": -9}, "memory was full"),
-        ({"exit_code": -11}, "native code crashed"),
-        ({"exit_code": -7}, "/dev/shm"),
-        ({"error": "torch.OutOfMemoryError: CUDA out of memory. Tried"}, "train.micro_batch_size"),
-        ({"error": "OSError: [Errno 28] No space left on device"}, "cluster.local_dir"),
-        ({"error": "ModuleNotFoundError: No module named 'peft'"}, "install it"),
-        ({"error": "GatedRepoError: 401 Client Error"}, "HF_TOKEN"),
-        ({"error": "DistBackendError: NCCL error: ncclInternalError"}, "NCCL_DEBUG=INFO"),
-        ({"error": "RuntimeError: x", "log_tail": "Watchdog caught collective"}, "did not come"),
-        ({"error": "RuntimeError: DefaultCPUAllocator: can't allocate"}, "memory was full"),
-        ({"error": "ValueError: bad row"}, ""),
+        (ended(9, cause="host_memory"), "memory was full", "host_memory"),
+        (ended(9, cause="lost"), "counted no kill for lack of memory", "lost"),
+        (ended(9), "memory was full (most likely", "host_memory"),
+        (ended(7), "/dev/shm", "crash"),
+        (ended(11), "native code crashed", "crash"),
+        (ended(4), "native code crashed", "crash"),
+        (ended(6), "native code gave up", "crash"),
+        (ended(8), "native code gave up", "crash"),
+        (ended(6, log_tail="Watchdog caught collective"), "did not come", "network"),
+        (ended(6, log_tail="what():  std::bad_alloc"), "memory was full", "out_of_memory"),
+        ({"error": "torch.OutOfMemoryError: CUDA out of memory"}, "micro_batch", "out_of_memory"),
+        ({"error": "OSError: [Errno 28] No space left"}, "cluster.local_dir", "disk_full"),
+        ({"error": "GatedRepoError: 401 Client Error"}, "HF_TOKEN", "credentials"),
+        ({"error": "PermissionError: [Errno 13]"}, "WRITE VOLUME", "permission"),
+        ({"error": "IndexError: index out of range in self"}, "model.tokenizer", "model_mismatch"),
+        ({"error": "DataError: torn"}, "data.cache_dir", "data"),
+        ({"error": "CheckpointError: torn"}, "checkpoint.resume", "data"),
+        ({"error": "DistBackendError: NCCL error: ncclInternalError"}, "cluster.debug", "network"),
+        ({"error": "RuntimeError: DefaultCPUAllocator"}, "memory was full", "out_of_memory"),
+        ({"error": "RuntimeError: no checkpoint", "cause": "disk_full"}, "a disk", "disk_full"),
+        ({"error": "ValueError: bad row", "log_tail": "Connection reset by peer"}, "", ""),
+        (
+            {
+                "error": "the trainer ended with exit code 1 and left no report",
+                "log_tail": "No space left on device",
+            },
+            "a disk is full",
+            "disk_full",
+        ),
     ],
 )
-def test_advice(changes: dict[str, Any], said: str) -> None:
-    found = diagnosis.advice(record(1, **changes))
+def test_advice_and_cause(changes: dict[str, Any], said: str, cause: str) -> None:
+    one = record(0, **changes)
+    found = diagnosis.advice(one)
     assert said in found
     assert bool(found) == bool(said)
+    assert diagnosis.failure({0: one}, 1, None).cause == cause
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ModuleNotFoundError: No module named 'click.no_such'", f"has click {version('click')})"),
+        (
+            "ImportError: cannot import name 'X' from 'click.core' (/x/click/core.py)",
+            f"(node-1; the driver has click {version('click')})",
+        ),
+        ("ModuleNotFoundError: No module named 'no_such_package'", "no package no_such_package"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_version_of_the_driver(error: str, said: str) -> None:
+    found = diagnosis.failure({1: record(1, error=error)}, 2, None)
+    assert found.cause == "import"
+    assert "install it" in found.advice
+    assert said in found.advice
+
+
+TIMED_OUT = "RuntimeError: Timed out waiting 3000ms for recv operation to complete"
+
+
+def test_who_did_not_come_to_a_collective_operation() -> None:
+    said = "ended because the run was stopped"
+    waiting = record(0, 1.0, error=TIMED_OUT, step=8)
+    stuck = record(1, 2.0, error=said, stopped=True, step=7, phase="saving a checkpoint")
+    beside = record(2, 2.0, error=said, stopped=True, step=8)
+    found = diagnosis.failure({0: waiting, 1: stuck, 2: beside}, 3, None)
+    assert (found.rank, found.cause) == (0, "network")
+    assert "not there: rank 1 on node-1 (at step 7, saving a checkpoint)" in found.message
+    assert "rank 2" not in found.message
+    also = record(2, 1.5, error="RuntimeError: Connection closed by peer", step=7)
+    found = diagnosis.failure({0: waiting, 1: stuck, 2: also}, 3, None)
+    assert "rank 2" not in found.message, "it waited too"
+    alike = [record(rank, 2.0, error=said, stopped=True, step=8) for rank in range(1, 12)]
+    text = diagnosis.failure({0: waiting, **{one.rank: one for one in alike}}, 12, None).message
+    assert "not heard of, there or not: rank 1 on node-1 (at step 8), rank 2" in text
+    assert text.endswith("rank 8 on node-8 (at step 8) ... (11)")
+    early = record(1, 2.0, error=said, stopped=True, phase="loading the model")
+    found = diagnosis.failure({0: record(0, 1.0, error=TIMED_OUT), 1: early}, 2, None)
+    assert "not there: rank 1 on node-1 (before the first step, loading the model)" in str(found)
+
+
+def test_a_time_out_is_not_the_cause_where_another_rank_has_an_error_of_its_own() -> None:
+    found = diagnosis.failure({0: record(0, 1.0, error=TIMED_OUT), 1: record(1, 2.0)}, 2, None)
+    assert (found.rank, found.message) == (1, "ValueError: bad row (node node-1)")
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("ExecutorLostFailure (executor 1 exited caused by one of the running tasks)", "lost"),
+        ("ExecutorLostFailure (executor 1 exited ...) exit status: 137", "lost"),  # who knows why
+        ("Container killed by YARN for exceeding physical memory limits", "host_memory"),
+        ("PythonException: ModuleNotFoundError: No module named 'pandas'", "import"),
+        ("PythonException: OSError: [Errno 28] No space left on device", "disk_full"),
+        ("java.net.ConnectException: Connection refused", "lost"),
+    ],
+)
+def test_spark_may_know_what_ranks_without_a_record_failed_of(said: str, cause: str) -> None:
+    assert diagnosis.failure({}, 2, RuntimeError(said)).cause == cause
+
+
+def test_the_log_is_named(tmp_path: Path) -> None:
+    found = diagnosis.failure({1: record(1)}, 1, None, tmp_path)
+    assert found.log == str(tmp_path / "logs" / "rank-00001.log")
+    assert f"The whole log of the rank: {found.log}" in str(found)
 
 
 def test_the_exception_has_everything_of_its_rank() -> None:

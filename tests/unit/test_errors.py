@@ -61,6 +61,22 @@ def test_a_failed_training_says_who_where_and_what_to_do() -> None:
     assert "not shown" not in text
     assert str(TrainingFailed("boom")) == "boom"
     assert "Last lines of the rank:\nbye" in str(TrainingFailed("x", rank=0, log_tail="bye\n"))
+    logged = str(TrainingFailed("x", rank=0, log="/r/logs/rank-00000.log", advice="mend it"))
+    assert "\n\nThe whole log of the rank: /r/logs/rank-00000.log\n\nWhat to do" in logged
+
+
+def test_a_notebook_shows_what_is_told_and_no_frames_of_ours(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    code = "raise TrainingFailed('ValueError: boom', rank=1, advice='mend it') from KeyError('x')"
+    shell.run_cell(f"from dbx_llmtrain import TrainingFailed\n{code}")
+    printed = capsys.readouterr().out
+    assert printed.splitlines() == [
+        "TrainingFailed: training failed: rank 1: ValueError: boom", "", "What to do: mend it",
+    ]  # fmt: skip
 
 
 def test_the_tree_in_the_docstring_has_every_class() -> None:

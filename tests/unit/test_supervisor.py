@@ -39,6 +39,7 @@ class Supervised:
         *,
         rank: int = 1,
         given: dict[str, str] | None = None,
+        debug: bool = False,
         **env: str,
     ) -> None:
         self.run_dir = folder / "run"
@@ -53,7 +54,7 @@ class Supervised:
             "run_dir": str(self.run_dir),
             "use_gpu": True,
             "local_dir": str(folder / "local"),
-            "config": {"cluster": {"env": variables}},
+            "config": {"cluster": {"env": variables, "debug": debug}},
         }
         (folder / "plan.json").write_text(json.dumps(plan))
         script = folder / "supervise.py"
@@ -64,6 +65,7 @@ class Supervised:
         environ = os.environ | places | {"TMPDIR": str(self.temporary)} | env
         environ["PYTHONPATH"] = str(Path(__file__).parents[2])
         self.command = [sys.executable, str(script), str(folder / "plan.json"), str(self.stop_file)]
+        self.environ = environ
         self.process = subprocess.Popen(
             self.command,
             env=environ,
@@ -191,6 +193,46 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     _, _, record = Supervised(tmp_path, "killed").end()
     assert record.exit_code == -9
     assert "SIGKILL" in record.error
+
+
+def test_who_has_killed_a_rank_is_told_as_far_as_the_kernel_counts(tmp_path: Path) -> None:
+    from dbx_llmtrain.worker import kills
+
+    _, _, record = Supervised(tmp_path, "killed").end()
+    assert record.cause == ("lost" if kills.counts() else "host_memory")
+
+
+def test_debugging_is_for_the_log(tmp_path: Path) -> None:
+    given = {"NCCL_DEBUG": "WARN", "MINE": "https://me:pa55word@host/x"}
+    rank = Supervised(tmp_path, "finish", given=given, debug=True, API_TOKEN="0123456789")
+    code, printed, _ = rank.end()
+    assert code == 0
+    assert printed == "[rank 1] hello\n"
+    lines = rank.log().splitlines()
+    assert lines[0].startswith("debug: RANK=1, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=1")
+    assert "debug: NCCL_DEBUG=WARN" in lines, "what is set wins"
+    assert "debug: TORCH_DISTRIBUTED_DEBUG=DETAIL" in lines
+    assert "debug: TEST_SECRET=***" in lines
+    assert "debug: API_TOKEN=***" in lines
+    assert "debug: MINE=https://***@host/x" in lines
+    assert "pa55word" not in rank.log()
+    assert lines[-1] == "hello"
+
+
+def test_a_launcher_of_torch_is_ended_and_no_other_parent(tmp_path: Path) -> None:
+    """It would print an error of its own around the one that counts."""
+    code = "import os, sys; from dbx_llmtrain.worker import supervisor\n"
+    code += "supervisor.silence_launcher(os.getppid()); print('alive', flush=True)"
+    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]]); "
+    parent += "print('parent too', flush=True)"
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    for name, said in (("torch.distributed.run", "alive\n"), ("other", "alive\nparent too\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", parent, code, name],
+            env=environ, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.stdout == said, done.stderr
+        assert done.returncode == (-signal.SIGKILL if name != "other" else 0)
 
 
 def test_a_rank_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
@@ -350,9 +392,8 @@ def test_a_killed_supervisor_takes_its_trainer_along(tmp_path: Path) -> None:
 def test_a_supervisor_ends_when_its_parent_dies(tmp_path: Path) -> None:
     run = Supervised(tmp_path, "finish")
     run.end()
-    (tmp_path / "plan.json").write_text(
-        (tmp_path / "plan.json").read_text().replace("finish", "wait")
-    )
+    plan = json.loads((tmp_path / "plan.json").read_text().replace("finish", "wait"))
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"attempt": "a2"}))
     launcher = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
     environ = os.environ | {"RANK": "1", "WORLD_SIZE": "2", "TMPDIR": str(run.temporary)}
     environ["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -365,6 +406,35 @@ def test_a_supervisor_ends_when_its_parent_dies(tmp_path: Path) -> None:
     until(lambda: not run.trainers(), 10.0)
     parent.communicate(timeout=20)
     until(lambda: run.record().stopped, 10.0)
+
+
+def test_what_a_killed_trainer_cannot_remove_is_removed(tmp_path: Path) -> None:
+    """Temporary files of a rank, as of offloading, may be as big as its disk."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "optimizer.swp").touch()
+    run = Supervised(tmp_path, "killed_with_folder", given={"FOLDER": str(scratch)})
+    assert run.end()[2].exit_code == -signal.SIGKILL
+    assert not scratch.exists()
+
+
+def test_an_attempt_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
+    """Spark may run its tasks once more; what follows a failure is the driver's to say."""
+    run = Supervised(tmp_path, "raise")
+    before = run.end()[2]
+    again = subprocess.run(
+        run.command, env=run.environ, capture_output=True, timeout=60, check=False
+    )
+    assert again.returncode == 1
+    assert run.record() == before
+    other = supervisor.record_path(run.run_dir, 0)
+    assert not other.exists()
+    peer = subprocess.run(
+        run.command, env=run.environ | {"RANK": "0"}, capture_output=True, timeout=60, check=False
+    )
+    assert peer.returncode == 1
+    record = RankRecord.model_validate_json(other.read_text())
+    assert (record.stopped, record.error) == (True, "not begun: this attempt had failed before")
 
 
 def test_a_fault_of_the_supervisor_is_in_the_record(tmp_path: Path) -> None:

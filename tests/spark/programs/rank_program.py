@@ -88,10 +88,17 @@ def action_killed_while_reporting() -> None:
     from dbx_llmtrain.worker.reporting import reporting
 
     config = TrainConfig(model={"source": "m"}, data={"train": "d.jsonl"})
-    with reporting(RunPlan.model_construct(config=config), RANK):
+    with reporting(RunPlan.model_construct(config=config, run_dir=str(FOLDER), attempt="a1"), RANK):
         found = list(FOLDER.glob("dbx_llmtrain-events-*"))
         print(f"{len(found)} folder for events", flush=True)
         action_killed()
+
+
+def action_killed_with_folder() -> None:
+    from dbx_llmtrain.worker.handover import note_folder
+
+    note_folder(Path(os.environ["FOLDER"]))
+    action_killed()
 
 
 def action_out_of_memory() -> None:

@@ -2,9 +2,10 @@
 
 FAULT is ``raise``, ``kill`` or ``kill-driver`` (of the number DRIVER); it happens at the optimizer
 step FAULT_STEP of this process, in the ranks FAULT_RANK (``0`` or ``0,1``), when all the files
-FAULT_AFTER (joined by ``:``) are there.
+FAULT_AFTER (joined by ``:``) are there, and not again where the file FAULT_ONCE is, which it makes.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -18,9 +19,16 @@ if os.environ.get("RANK", "none") in os.environ.get("FAULT_RANK", "").split(",")
     def step(self, closure=None):
         global steps
         steps += 1
-        if steps == int(os.environ["FAULT_STEP"]):
+        if steps == int(os.environ["FAULT_STEP"]) and first():
             fault()
         return real(self, closure)
+
+    def first():
+        if once := os.environ.get("FAULT_ONCE"):
+            with contextlib.suppress(FileExistsError):
+                return open(once, "x").close() is None
+            return False
+        return True
 
     def fault():
         for path in filter(None, os.environ.get("FAULT_AFTER", "").split(":")):
