@@ -38,6 +38,8 @@ _STRANGERS = 1024
 """Connections that have not shown the key yet, at most; the oldest goes first."""
 _READ = 64 * 1024
 _TICK_S = 0.2
+_UNHEARD_MS = 20_000
+"""Without an answer from the other machine for so long a connection counts as lost."""
 _PAUSE_S = 0.2
 """Before a lost connection is made anew; doubled each time."""
 _FAULTS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
@@ -221,11 +223,17 @@ class Client:
         self._changed = threading.Condition()
         self._deadline: float | None = None
         self._flushed = False
+        self._connected_now = False
         self._thread = threading.Thread(target=self._run, name="dbx-llmtrain-events", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
         return f"Client({self._address})"
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._connected_now
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message of JSON values. One that is too long or no JSON is dropped."""
@@ -285,13 +293,19 @@ class Client:
         place = split_address(self._address)
         with socket.create_connection(place, timeout=self._left(5.0)) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # what is not acknowledged is not heard
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNHEARD_MS)
             connection.settimeout(self._left(_HANDSHAKE_S))
             with connection.makefile("rb") as reader:
                 nonce = json.loads(reader.readline(_ANSWER_LIMIT))["nonce"]
                 connection.sendall(_line({"answer": _answer(self._key, str(nonce))}))
                 if not reader.readline(_ANSWER_LIMIT):
                     raise ConnectionError("the server did not accept the key")
-            yield connection
+            self._connected_now = True
+            try:
+                yield connection
+            finally:
+                self._connected_now = False
 
     def _talk(self, connection: socket.socket) -> bool:
         """Send until told to close; ``True`` when the server has read everything."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dbx_llmtrain.errors import ConfigError, Problem
-from dbx_llmtrain.records import ClusterReport, GpuInfo, NodeReport
+from dbx_llmtrain.reports import ClusterReport, GpuInfo, NodeReport
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Capability = tuple[int, int]

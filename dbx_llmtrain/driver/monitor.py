@@ -20,6 +20,7 @@ from pathlib import Path
 from dbx_llmtrain import storage
 from dbx_llmtrain.channel import Message, Server
 from dbx_llmtrain.events import EVENTS_FILE, Event, read_events
+from dbx_llmtrain.live_state import ENDS
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker import node
 from dbx_llmtrain.worker.output import LOG_ONLY_VARIABLE
@@ -27,6 +28,8 @@ from dbx_llmtrain.worker.output import LOG_ONLY_VARIABLE
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Event], None]
+Used = Callable[[str, float, Mapping[str, float]], None]
+"""Takes what a node was used for at a time."""
 
 _POLL_S = 2.0
 _QUIET_S = 6.0
@@ -71,13 +74,19 @@ class RankState:
     """Where a rank was when it was last heard of.
 
     ``time`` is seconds since the epoch on the rank's clock, ``heard`` is ``time.monotonic()`` of
-    the driver, ``phase`` what it was about to do, or ``failed`` or ``finished``.
+    the driver, ``phase`` what it was about to do, or ``failed`` or ``finished``. ``moved`` is when
+    it was last heard to be further than before (by its step, its phase, or ``moves``, which counts
+    parts of what takes long), ``at`` where its main thread was, ``host`` its machine.
     """
 
     step: int
     time: float
     heard: float
     phase: str = ""
+    moved: float = 0.0
+    moves: int = 0
+    at: str = ""
+    host: str = ""
 
 
 class LiveState:
@@ -97,15 +106,33 @@ class LiveState:
         with self._lock:
             known = self._ranks.get(event.rank)
             if known is None or event.time >= known.time:
-                phase = _phase(event) or (known.phase if known else "")
-                self._ranks[event.rank] = RankState(event.step, event.time, now, phase)
+                self._ranks[event.rank] = _next(known or RankState(-1, 0.0, now), event, now)
+
+
+def _next(known: RankState, event: Event, now: float) -> RankState:
+    """What is known of a rank after an event of it."""
+    phase = _phase(event) or known.phase
+    if known.phase in ENDS and event.kind == "alive":
+        phase = known.phase  # its heartbeat ends a little later
+    moves = int(event.data.get("moves", known.moves))
+    same = (event.step, phase, moves) == (known.step, known.phase, known.moves)
+    return RankState(
+        step=event.step,
+        time=event.time,
+        heard=now,
+        phase=phase,
+        moved=known.moved if same and event.kind == "alive" else now,
+        moves=moves,
+        at=str(event.data.get("at", "")),
+        host=str(event.data.get("host", known.host)),
+    )
 
 
 def _phase(event: Event) -> str:
-    """The phase that begins with an event, if any."""
-    if event.kind == "phase":
+    """The phase that an event tells of, if any."""
+    if event.kind in ("phase", "alive"):
         return str(event.data.get("phase", ""))
-    return event.kind if event.kind in ("failed", "finished") else ""
+    return event.kind if event.kind in ENDS else ""
 
 
 @contextmanager
@@ -114,14 +141,16 @@ def follow(
     *handlers: Handler,
     server: Server | None = None,
     heard: Handler | None = None,
+    used: Used | None = None,
 ) -> Iterator[LiveState]:
     """Call the handlers with every event of this attempt's log, in order, each once.
 
     A thread takes them from the channel, and from the file while there is nothing from the channel;
     what is left is read when the block ends, by success or failure. ``heard`` also gets what other
-    ranks say. Handlers should not raise: what they do raise is logged, once per kind.
+    ranks say, ``used`` what their nodes are used for. Handlers should not raise: what they do raise
+    is logged, once per kind.
     """
-    follower = _Follower(plan, handlers, heard)
+    follower = _Follower(plan, handlers, heard, used)
     if server is None:
         with follower.running():
             yield follower.live
@@ -133,13 +162,20 @@ def follow(
 class _Follower:
     """The thread of ``follow`` and what it knows."""
 
-    def __init__(self, plan: RunPlan, handlers: tuple[Handler, ...], heard: Handler | None) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        handlers: tuple[Handler, ...],
+        heard: Handler | None,
+        used: Used | None = None,
+    ) -> None:
         self.live = LiveState()
         self._attempt = plan.attempt
         self._path = storage.local_path(plan.run_dir) / EVENTS_FILE
         self._handlers = handlers
         self._warned: set[str] = set()
         self._heard = heard
+        self._used = used
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._next = 1
         self._waiting: dict[int, Event] = {}
@@ -154,6 +190,9 @@ class _Follower:
             if event.attempt == self._attempt:
                 self.live.update(event, time.monotonic())
                 self._queue.put(event)
+        elif self._used is not None and message.get("usage", {}).get("attempt") == self._attempt:
+            told = message["usage"]
+            self._used(str(told["node"]), float(told["time"]), told["values"])
 
     @contextmanager
     def running(self) -> Iterator[None]:

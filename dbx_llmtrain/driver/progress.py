@@ -1,24 +1,26 @@
 """How preparing, staging and training are shown while they last: a bar, lines, or nothing.
 
-It is shown on standard error, in a notebook as a widget where widgets work. Nothing here raises:
-what goes wrong ends the showing and nothing else.
+It is shown on standard error, in a notebook as one block of its own. Nothing here raises: what goes
+wrong ends the showing and nothing else.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from dbx_llmtrain.driver.progress_views import ENDS, BarView, LinesView, Task, View, duration
+from dbx_llmtrain.display_live import duration, slow_notes
+from dbx_llmtrain.driver.html_view import HtmlView
+from dbx_llmtrain.driver.progress_views import BarView, LinesView, Task, View
 from dbx_llmtrain.events import Event
+from dbx_llmtrain.live_state import RankRow, RunState
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker import node
 
@@ -30,12 +32,21 @@ _ROWS_EVERY = 0.2
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, Jupyter's or one of Databricks."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = _shell()
     if shell is None or type(shell).__name__ == "TerminalInteractiveShell":
         return False
     # Databricks has shells of its own, not all of them with a kernel.
-    return getattr(shell, "kernel", None) is not None or "DATABRICKS_RUNTIME_VERSION" in os.environ
+    return has_kernel() or "DATABRICKS_RUNTIME_VERSION" in os.environ
+
+
+def has_kernel() -> bool:
+    """Whether what is shown can be replaced later."""
+    return getattr(_shell(), "kernel", None) is not None
+
+
+def _shell() -> Any:
+    ipython = sys.modules.get("IPython")
+    return ipython.get_ipython() if ipython is not None else None
 
 
 def is_interactive() -> bool:
@@ -54,7 +65,7 @@ def choose(mode: Mode) -> Literal["bar", "lines", "none"]:
 def showing(mode: Mode, *, clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
     """What shows progress for as long as the block lasts. ``mode`` is ``tracking.progress``."""
     views: dict[str, Callable[[], View]] = {
-        "bar": lambda: BarView(widgets=in_notebook()),
+        "bar": lambda: HtmlView() if has_kernel() else BarView(),
         "lines": lambda: LinesView(clock),
     }
     chosen = choose(mode)
@@ -106,9 +117,15 @@ class Progress:
             yield count
 
     @contextmanager
-    def training(self, plan: RunPlan) -> Iterator[Training]:
-        """What takes the events of a run."""
-        training = Training(self, plan)
+    def training(
+        self,
+        plan: RunPlan,
+        state: RunState | None = None,
+        ranks: Callable[[], Sequence[RankRow]] = tuple,
+    ) -> Iterator[Training]:
+        """What takes the events of a run, of which ``state`` is known already, and shows it with
+        its ``ranks``."""
+        training = Training(self, plan, state or RunState(plan), ranks)
         with self._ending(training.name):
             yield training
 
@@ -169,41 +186,33 @@ def _node_shares(nodes: dict[str, tuple[int, int]]) -> str:
 class Training:
     """Turns the events of rank 0 into what is shown. No method raises."""
 
-    def __init__(self, progress: Progress, plan: RunPlan) -> None:
+    def __init__(
+        self,
+        progress: Progress,
+        plan: RunPlan,
+        state: RunState,
+        ranks: Callable[[], Sequence[RankRow]],
+    ) -> None:
         self._progress = progress
         self.name = "training" if plan.purpose == "train" else "evaluation"
-        self._total = plan.total_steps or None
-        self._phase = "starting"
-        resumed = re.search(r"step-(\d+)/?$", plan.resume_from or "")
-        self._step = int(resumed[1]) if resumed else 0
-        foreseen = plan.time.seconds if plan.time else None
-        self._foreseen = foreseen / max(1, plan.total_steps) if foreseen is not None else None
-        self._began: tuple[float, int] | None = None
-        self._now = 0.0
-        self._speed = ""
+        self.state = state
+        self._ranks = ranks
         self._show()
+
+    def show_ranks(self, ranks: Callable[[], Sequence[RankRow]]) -> None:
+        """Show where every rank is, too."""
+        self._ranks = ranks
 
     def event(self, event: Event) -> None:
         """Take an event of the log."""
         with node.Capture():
-            self._now = event.time
-            if event.kind == "phase":
-                self._phase = str(event.data.get("phase", ""))
-            elif event.kind == "started":
-                self._began = (event.time, event.step)
-                self._step = event.step  # an earlier one where the newest checkpoint is damaged
-            elif event.kind == "step":
-                self._speed = _speed(event.metrics)
-            elif event.kind in ENDS:
-                self._phase = event.kind
-            self._step = max(self._step, event.step)
+            self.state.take(event)
             self._show()
 
     def heard(self, event: Event) -> None:
         """Take a message of where a rank is: rank 0's steps between those that are reported."""
         with node.Capture():
-            if event.rank == 0 and event.kind == "step" and event.step > self._step:
-                self._step, self._now = event.step, event.time
+            if self.state.heard(event):
                 self._show()
 
     def tick(self) -> None:
@@ -212,22 +221,29 @@ class Training:
             self._show()
 
     def _show(self) -> None:
-        left = self._time_left() if self._phase == "training" else ""
-        note = ", ".join(filter(None, (self._speed, left)))
-        unit = "steps" if self._total else "rows"
-        task = Task(self.name, unit, self._step, self._total, note=note, phase=self._phase)
-        self._progress.show(task)
+        state = self.state
+        left = self._time_left() if state.phase == "training" else ""
+        slow = slow_notes(state.metrics) if state.phase == "training" else []
+        note = ", ".join(filter(None, (_speed(state.metrics), *slow, left)))
+        unit = "steps" if state.total else "rows"
+        self._progress.show(
+            Task(
+                self.name,
+                unit,
+                state.step,
+                state.total,
+                note=note,
+                phase=state.phase,
+                live=lambda: state.snapshot(time.time(), self._ranks()),
+            )
+        )
 
     def _time_left(self) -> str:
-        """From the time that the steps of this attempt took, evaluations and all; before there are
-        any by the plan's estimate, told as one."""
-        if self._began is None or self._step <= self._began[1]:
-            if self._foreseen is None:
-                return ""
-            left = duration(self._foreseen * ((self._total or 0) - self._step))
-            return f"about {left} left by the plan's estimate"
-        per_step = (self._now - self._began[0]) / (self._step - self._began[1])
-        return f"{duration(per_step * ((self._total or 0) - self._step))} left"
+        left, estimated = self.state.seconds_left()
+        if left is None:
+            return ""
+        told = duration(left)
+        return f"about {told} left by the plan's estimate" if estimated else f"{told} left"
 
 
 def _speed(metrics: dict[str, float]) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from dbx_llmtrain.display import number, size
+from dbx_llmtrain.display_live import duration
+from dbx_llmtrain.live_state import ENDS, Snapshot
 from dbx_llmtrain.worker import node
 
 if TYPE_CHECKING:
@@ -18,21 +20,6 @@ if TYPE_CHECKING:
 
 _LINE_EVERY_S = 30.0
 _DRAW_EVERY_S = 0.1
-ENDS = ("finished", "failed")
-"""Phases in which nothing goes on."""
-
-
-def duration(seconds: float) -> str:
-    """Seconds in a unit for people: ``4.2 s``, ``40 s``, ``14 min``, ``2 h 5 min``."""
-    whole = max(0, round(seconds))
-    if whole < 10:
-        return f"{max(0.0, seconds):.1f} s"
-    if whole < 90:
-        return f"{whole} s"
-    minutes = round(whole / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 @dataclass(frozen=True)
@@ -40,7 +27,7 @@ class Task:
     """Something that takes its time. ``total`` is ``None`` where nobody knows it.
 
     ``phase`` is what it is at (of training), ``note`` the rest that is worth saying, ``failed``
-    whether it ended before it was done.
+    whether it ended before it was done. ``live`` gives all of a run, where there is room for it.
     """
 
     name: str
@@ -50,6 +37,7 @@ class Task:
     note: str = ""
     phase: str = ""
     failed: bool = False
+    live: Callable[[], Snapshot] | None = None
 
     def text(self) -> str:
         """How far it is, in words."""
@@ -141,13 +129,11 @@ def _counts(task: Task) -> bool:
 
 
 class BarView:
-    """A bar that is redrawn: a widget where ``widgets`` can be shown, else a line of text.
-
-    While a line of text is drawn, what is printed by Python to the same terminal is put above it.
+    """A bar that is a line of text and redrawn. What is printed meanwhile by Python to the same
+    terminal is put above it.
     """
 
-    def __init__(self, *, widgets: bool, stream: TextIO | None = None) -> None:
-        self._widgets = widgets
+    def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._bar: tqdm[Any] | None = None
         self._exit = ExitStack()
@@ -155,10 +141,8 @@ class BarView:
 
     def begin(self, task: Task) -> None:
         """Draw a new bar."""
-        self._bar = self._widget(task) if self._widgets else None
-        if self._bar is None:
-            self._bar = _text_bar(self._stream, _look(task))
-            self._exit.enter_context(_printed_above(self._bar))
+        self._bar = _text_bar(self._stream, _look(task))
+        self._exit.enter_context(_printed_above(self._bar))
         self._draw(task)
 
     def update(self, task: Task) -> None:
@@ -179,16 +163,6 @@ class BarView:
         self._exit.close()
         if self._bar is not None:
             self._bar.close()
-
-    def _widget(self, task: Task) -> tqdm[Any] | None:
-        """``None`` where the notebook has no widgets."""
-        with node.Capture():
-            from tqdm import notebook
-
-            if getattr(notebook, "IProgress", None) is not None:
-                kind = type("_Widget", (notebook.tqdm_notebook,), {"monitor_interval": 0})
-                return cast("tqdm[Any]", kind(**_look(task)))
-        return None
 
     def _draw(self, task: Task) -> None:
         if self._bar is not None:

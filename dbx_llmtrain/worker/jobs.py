@@ -13,6 +13,7 @@ from dbx_llmtrain.text.prepared import Split
 from dbx_llmtrain.worker import kernels
 from dbx_llmtrain.worker.data import Order
 from dbx_llmtrain.worker.folders import Folders
+from dbx_llmtrain.worker.laps import Laps
 from dbx_llmtrain.worker.loop import Window
 from dbx_llmtrain.worker.loss import LossModule
 from dbx_llmtrain.worker.masking import Masking, make_masking
@@ -60,6 +61,8 @@ class Attempt:
     """Why no more steps are taken although the last one has not been reached."""
     cut: bool = False
     """The run is left where it is: nothing is evaluated or exported."""
+    laps: Laps = field(default_factory=Laps)
+    """The ranks' own times since the last report."""
     anew: bool = False
     """It goes on from a checkpoint that was judged by other rows, or by another run: it is judged
     anew from there on."""
@@ -143,6 +146,7 @@ def set_up(
         plan.strategy, world, plan.precision, parallel=plan.parallel, train=train, plan=plan
     )
     root = strategy.wrap(module, fill)
+    reporter.watch(root, model)
     check_same_weights(model, fill.digests)
     optimizer = strategy.build_optimizer(model, train)
     splits = {name: Split(folders.data, name) for name in plan.data.splits}

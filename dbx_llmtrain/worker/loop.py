@@ -17,6 +17,7 @@ from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.schedules import learning_rate
 from dbx_llmtrain.worker.data import Order, StepBatches
 from dbx_llmtrain.worker.evaluate import perplexity
+from dbx_llmtrain.worker.laps import Lap, Times, as_times
 from dbx_llmtrain.worker.parallel import Strategy
 from dbx_llmtrain.worker.requests import Wish
 from dbx_llmtrain.worker.world import World
@@ -39,7 +40,8 @@ class StepReport:
     ``step`` counts from 1. ``loss`` is the mean over the ``trained`` tokens of all ranks and
     micro-batches, ``grad_norm`` the global norm before clipping. ``tokens``, ``rows`` (documents)
     and ``trained`` are of all ranks. ``skipped`` says why the weights were left as they are,
-    ``asked`` what any rank was asked for when the step was done.
+    ``asked`` what any rank was asked for when the step was done. ``own`` are each rank's seconds of
+    work until the gradient is shared (see ``laps``), ``waited`` those in which it had no data.
     """
 
     step: int
@@ -52,6 +54,8 @@ class StepReport:
     seconds: float
     skipped: str = ""
     asked: frozenset[Wish] = frozenset()
+    own: tuple[float, ...] = ()
+    waited: tuple[float, ...] = ()
 
 
 @dataclass
@@ -122,10 +126,12 @@ def train_steps(
     root.train()
     with closing(prepared_ahead(order, done, plan.total_steps)) as batches:
         failures = 0
+        lap = Lap(world)
         updates = done - skipped_before
         for step in range(done + 1, plan.total_steps + 1):
             started = time.perf_counter()
             work = next(batches)
+            lap.begin(waited=time.perf_counter() - started)
             rate = learning_rate(
                 updates + 1,
                 plan.config.train,
@@ -135,8 +141,8 @@ def train_steps(
             )
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss, norm, skipped, wishes = _step(
-                root, optimizer, strategy, work, world, plan.config.train.max_grad_norm, asked
+            loss, norm, skipped, wishes, times = _step(
+                root, optimizer, strategy, work, world, plan.config.train.max_grad_norm, asked, lap
             )
             updates += not skipped
             if skipped != SCALE_LOWERED:
@@ -152,6 +158,8 @@ def train_steps(
                 seconds=time.perf_counter() - started,
                 skipped=skipped,
                 asked=wishes,
+                own=times[0],
+                waited=times[1],
             )
             if failures >= MAX_SKIPPED_IN_A_ROW:
                 raise RuntimeError(
@@ -180,15 +188,16 @@ def _step(
     world: World,
     max_norm: float,
     asked: Asked,
-) -> tuple[float, float, str, frozenset[Wish]]:
-    """One optimizer step: mean loss, gradient norm, why the weights were not touched, and what any
-    rank was asked for."""
+    lap: Lap,
+) -> tuple[float, float, str, frozenset[Wish], Times]:
+    """One optimizer step: mean loss, gradient norm, why the weights were not touched, what any rank
+    was asked for, and the ranks' own times."""
     parameters = {name: p for name, p in root.named_parameters() if p.requires_grad}
     assert all(p.grad is None for p in parameters.values()), "a gradient outlived its step"
     if work.trained_total == 0:
         # Known from the index, so all ranks leave here together.
-        return 0.0, 0.0, "no trained token", frozenset()
-    total = back_propagate(root, strategy, work, world)
+        return 0.0, 0.0, "no trained token", frozenset(), ((), ())
+    total = back_propagate(root, strategy, work, world, alone=lap.end)
     missing = strategy.missing_gradients(root)
     if missing:
         # The wrapper did not reduce, or a weight is not used.
@@ -197,23 +206,24 @@ def _step(
             f"{', '.join(missing[:5])}"
         )
     norm = strategy.grad_norm_and_clip(parameters.values(), max_norm)
-    sums = torch.cat([total[None], as_numbers(asked(), world.device)])
+    sums = torch.cat([total[None], as_numbers(asked(), world.device), lap.as_numbers()])
     if world.size > 1:
         dist.all_reduce(sums)
     # The one moment in a step at which the host waits for the device.
     values = torch.cat([norm.double().to(total.device)[None], sums]).tolist()
     norm_value, loss_sum = values[:2]
-    wishes = as_wishes(values[2:])
+    wishes = as_wishes(values[2 : 2 + len(Wish)])
+    times = as_times(values[2 + len(Wish) :])
     loss = loss_sum / work.trained_total
     finite = math.isfinite(norm_value)
     if norm_value == 0 and loss > 0:
         raise RuntimeError(f"the gradient of all parameters is zero at a loss of {loss}")
     lowered = strategy.update(optimizer, finite=finite)
     if finite:
-        return loss, norm_value, "", wishes
+        return loss, norm_value, "", wishes, times
     # Where the loss itself is not finite, no other scale of it would help.
     skipped = SCALE_LOWERED if lowered and math.isfinite(loss) else NOT_FINITE
-    return loss, norm_value, skipped, wishes
+    return loss, norm_value, skipped, wishes, times
 
 
 def as_numbers(wishes: frozenset[Wish], device: str) -> Tensor:
@@ -231,11 +241,19 @@ def as_wishes(sums: Sequence[float]) -> frozenset[Wish]:
     return frozenset(wish for wish, ranks in zip(Wish, sums, strict=True) if ranks)
 
 
-def back_propagate(root: nn.Module, strategy: Strategy, work: StepBatches, world: World) -> Tensor:
+def back_propagate(
+    root: nn.Module,
+    strategy: Strategy,
+    work: StepBatches,
+    world: World,
+    *,
+    alone: Callable[[], None] = lambda: None,
+) -> Tensor:
     """Leave the gradient of the step's mean loss in the parameters, reduced over ranks once.
 
     Returns this rank's summed loss, fp64, on the device. Gradients are averaged over the ranks, so
-    each micro-batch back-propagates its sum times ``world.size / N``.
+    each micro-batch back-propagates its sum times ``world.size / N``. ``alone`` is called when the
+    rank is about to share its gradient.
     """
     scale = world.size / work.trained_total
     total = torch.zeros((), dtype=torch.float64, device=world.device)
@@ -243,6 +261,8 @@ def back_propagate(root: nn.Module, strategy: Strategy, work: StepBatches, world
         batch = batch.to(world.device)
         with strategy.accumulate(root, last=number == len(work.batches)):
             loss = root(**batch.inputs())
+            if number == len(work.batches):
+                alone()
             strategy.backward(root, loss * scale)
         total += loss.detach()
     return total

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import tempfile
 import textwrap
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,102 +19,22 @@ from dbx_llmtrain import channel, logs, storage
 from dbx_llmtrain.events import EVENTS_FILE, Event, EventLog, Kind
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.worker import failures, requests
+from dbx_llmtrain.worker.handover import Handover, rank_dir
 from dbx_llmtrain.worker.output import LOG_ONLY, LOG_ONLY_VARIABLE
+from dbx_llmtrain.worker.watch import Watch
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from dbx_llmtrain.outcomes import Sample
-    from dbx_llmtrain.tracking import RankTracker
+    from dbx_llmtrain.tracking_rank import RankTracker
     from dbx_llmtrain.worker.evaluate import EvalReport
+    from dbx_llmtrain.worker.laps import Laps
     from dbx_llmtrain.worker.loop import StepReport, Window
     from dbx_llmtrain.worker.saving import Saved
 
-RANK_DIR = "DBX_LLMTRAIN_RANK_DIR"
-"""Names the folder in which a rank leaves ``step``, ``result.json``, ``failure.json`` and, when it
-was told to end and saves before, ``saving``.
-
-Its owner removes it, also after a rank that was killed, so what a rank writes meanwhile is there.
-"""
-FAILURE = "failure.json"
-
 _LIGHT_S = 2.0
 """Seconds between two messages of where this rank is, at least."""
-
-_AROUND = (
-    __file__,
-    contextlib.__file__,
-    logs.__file__,
-    *(str(Path(__file__).with_name(name)) for name in ("main.py", "world.py")),
-)
-"""Files whose frames stand above every failure and say nothing about it."""
-
-
-def rank_dir() -> Path | None:
-    """The folder that the supervisor of this rank has named, if there is one."""
-    folder = os.environ.get(RANK_DIR)
-    return Path(folder) if folder else None
-
-
-class Handover:
-    """Files for the process that started this one, where it named a folder for them."""
-
-    def __init__(self) -> None:
-        self._folder = rank_dir()
-        self._step: int | None = None
-
-    def step(self, step: int) -> None:
-        """The last step that was finished."""
-        self._step = step
-        if self._folder:
-            storage.write_text(self._folder / "step", str(step))
-
-    def result(self, result: RankResult) -> None:
-        """What came of the run."""
-        if self._folder:
-            storage.write_text(self._folder / "result.json", result.model_dump_json())
-
-    def failure(self, error: BaseException) -> None:
-        """Why this rank failed; without a step where it never came to the first one."""
-        if self._folder:
-            stopped = isinstance(error, requests.Stopped)
-            text = json.dumps(describe(error) | {"step": self._step, "stopped": stopped})
-            storage.write_text(self._folder / FAILURE, text)
-
-
-def describe(error: BaseException) -> dict[str, Any]:
-    """``error`` in one line, what it comes of where that is known, and its traceback from where the
-    rank's own work begins."""
-    report = traceback.TracebackException.from_exception(error)
-    while len(report.stack) > 1 and report.stack[0].filename in _AROUND:
-        del report.stack[0]
-    return {
-        "error": f"{type(error).__name__}: {error}",
-        "cause": failures.cause_of_error(error),
-        "traceback": "".join(report.format()),
-    }
-
-
-@contextlib.contextmanager
-def handed_over() -> Iterator[None]:
-    """For what a rank does before it reports: a failure is handed over to its supervisor. One that
-    is handed over already, with its step, stays."""
-    try:
-        yield
-    except BaseException as error:
-        home = rank_dir()
-        if home and not (home / FAILURE).exists():
-            Handover().failure(error)
-        raise
-
-
-def say_failure(error: BaseException) -> None:
-    """Print ``error`` in its own words, after its traceback, which is for the log alone where this
-    rank's supervisor keeps one."""
-    mark = LOG_ONLY if rank_dir() else ""
-    for line in "".join(traceback.format_exception(error)).splitlines():
-        click.echo(f"{mark}{line}", err=True)
-    if mark:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
 
 
 @contextlib.contextmanager
@@ -160,12 +78,22 @@ class Reporter:
         self._log: EventLog | None = None
         self._tracker: RankTracker | None = None
         if rank == 0:
-            from dbx_llmtrain.tracking import RankTracker
+            from dbx_llmtrain.tracking_rank import RankTracker
 
             shared = storage.local_path(plan.run_dir) / EVENTS_FILE
             _keep_earlier(shared, local)
             self._log = EventLog(local, shared, plan.attempt, rank)
-            self._tracker = RankTracker(plan.tracking)
+            self._tracker = RankTracker(plan.tracking, plan.run_dir)
+        self._watch = Watch(plan, rank, live=self._live, where=self._where, home=rank_dir())
+
+    def _where(self) -> tuple[str, int]:
+        return self._phase, self._step
+
+    def watch(self, *modules: nn.Module) -> None:
+        """Every forward pass of these counts as movement: a step, an evaluation or an answer may
+        take longer than a rank that is stuck is waited for."""
+        for module in modules:
+            module.register_forward_pre_hook(self._watch.moved)
 
     def elapsed(self) -> float:
         """Seconds since this rank began."""
@@ -177,6 +105,7 @@ class Reporter:
             now = time.perf_counter()
             self._spent[self._phase] += now - self._entered
             self._phase, self._entered = name, now
+            self._handover.phase(name)
             self._emit("phase", phase=name)
 
     def spent(self, phase: str) -> float:
@@ -202,12 +131,20 @@ class Reporter:
         self.go_on()
 
     def step(
-        self, report: StepReport, window: Window, seen: Window, memory: int, *, last: bool = False
+        self,
+        report: StepReport,
+        window: Window,
+        seen: Window,
+        memory: int,
+        *,
+        laps: Laps | None = None,
+        last: bool = False,
     ) -> bool:
         """A step was done. Returns whether it was reported, so that a new window begins.
 
-        ``window`` has what has been since the last report, ``seen`` everything since the run began,
-        ``memory`` is this rank's peak in bytes; the ``last`` step is always reported.
+        ``window`` has what has been since the last report, ``laps`` the ranks' own times of it,
+        ``seen`` everything since the run began, ``memory`` is this rank's peak in bytes; the
+        ``last`` step is always reported.
         """
         self._step = report.step
         self._over = last
@@ -238,7 +175,8 @@ class Reporter:
             "memory_bytes": memory,
         }
         if self._log:
-            self._emit("step", metrics)
+            metrics |= laps.metrics() if laps else {}
+            self._emit("step", metrics, **(laps.by_rank() if laps else {}))
         return True
 
     def evaluated(
@@ -302,6 +240,12 @@ class Reporter:
         self._say(f"step {self._step}: {kind} in {path}")
         self._emit(kind, path=str(path))
 
+    def used(self, node: str, values: Mapping[str, float]) -> None:
+        """What a node is used for: the driver logs it, where it listens."""
+        if self._live:
+            about = {"attempt": self._plan.attempt, "node": node, "time": time.time()}
+            self._live.send({"usage": about | {"values": dict(values)}})
+
     def finished(self, result: RankResult) -> None:
         """The run is over on this rank."""
         self._emit("finished", dict(result.metrics))
@@ -316,6 +260,7 @@ class Reporter:
     def close(self, patience_s: float) -> None:
         """Publish what is left; wait at most so long for the tracking server, and for the driver to
         have heard everything."""
+        self._watch.close()
         if self._log:
             self._log.close()
         if self._live:

@@ -31,8 +31,14 @@ logger = logging.getLogger(__name__)
 SAVING = "saving"
 """In a rank's folder: it was told to end, and will save before it does."""
 
+FOLDERS = "folders"
+"""In a rank's folder: its other folders, each a line, which nobody needs after its end."""
+
 STOPPED_CODE = 128 + signal.SIGTERM
 """Exit code of a rank that has ended because it was asked to."""
+
+STACKS = "STACKS"
+"""A file in the run folder: ranks that do not move write their stacks when it is there."""
 
 _POLL_S = 0.5
 _LEAVE_S = 2.0
@@ -148,9 +154,9 @@ def ask(run_dir: Path, wish: Wish) -> None:
 
 def clear(run_dir: Path) -> None:
     """Take back every request that nobody has taken."""
-    for wish in FILES:
+    for name in (*FILES, STACKS):
         with suppress(OSError):
-            (run_dir / wish.value).unlink()
+            (run_dir / name).unlink()
 
 
 def _listen(requests: Requests, reader: int, run_dir: Path | None, home: Path | None) -> None:

@@ -15,10 +15,11 @@ from dbx_llmtrain.errors import CheckpointError
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.resuming import held_out, identity, is_of_another_run
 from dbx_llmtrain.worker import evaluations, exports, judging, requests, saving
+from dbx_llmtrain.worker.handover import rank_dir
 from dbx_llmtrain.worker.jobs import Job, Progress
+from dbx_llmtrain.worker.laps import Laps
 from dbx_llmtrain.worker.loop import StepReport, Window, as_numbers, as_wishes
 from dbx_llmtrain.worker.pace import Pace
-from dbx_llmtrain.worker.reporting import rank_dir
 from dbx_llmtrain.worker.requests import LEAVE, SAVE, STOP, Requests, Stopped
 from dbx_llmtrain.worker.saving import Saved, Saver
 from dbx_llmtrain.worker.starting import by_rank_0, note_metrics, place
@@ -125,9 +126,11 @@ def _count(job: Job, progress: Progress, report: StepReport) -> bool:
         reasons = sorted(report.asked & (LEAVE | STOP))
         progress.now.stop_reason = ", ".join(reasons) or (TRIAL if progress.now.cut else "")
     ends = report.step == job.plan.total_steps or bool(progress.now.stop_reason)
+    progress.now.laps.add(report.own, report.waited)
     memory = peak_memory(job.world)
-    if job.reporter.step(report, progress.window, progress.seen, memory, last=ends):
-        progress.window = Window()
+    window, laps = progress.window, progress.now.laps
+    if job.reporter.step(report, window, progress.seen, memory, laps=laps, last=ends):
+        progress.window, progress.now.laps = Window(), Laps()
     return ends
 
 

@@ -74,11 +74,15 @@ def shown(notebook: NotebookNode, cell_id: str) -> str:
     return "".join(parts)
 
 
-def bars(notebook: NotebookNode) -> str:
-    """What the notebook's progress bars say in the end."""
-    state = notebook.metadata.widgets["application/vnd.jupyter.widget-state+json"]["state"]
-    values = [str(widget["state"].get("value", "")) for widget in state.values()]
-    return "\n".join(values).replace("\u2007", " ")
+def blocks_shown(notebook: NotebookNode) -> str:
+    """What the notebook's live blocks say in the end, as text."""
+    data = [
+        item.data
+        for cell in code_cells(notebook)
+        for item in cell.outputs
+        if item.output_type == "display_data" and "dbx-live" in item.data.get("text/html", "")
+    ]
+    return "\n".join(f"{one['text/plain']}\n{one['text/html']}" for one in data)
 
 
 def last_output(notebook: NotebookNode) -> Any:
@@ -182,7 +186,9 @@ def test_the_quickstart_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "2 tasks at once" in shown(notebook, "probe")
     assert "Plan of run-" in shown(notebook, "plan")
     assert re.search(r"loss\s+\d+\.\d+", shown(notebook, "train"))
-    assert re.search(r"3/3 \[.*loss \d+\.\d+", bars(notebook))
+    block = blocks_shown(notebook)
+    assert re.search(r"training: step 3 of 3, loss \d+\.\d+", block)
+    assert "polyline" in block, "its losses are drawn"
     line = shown(notebook, "result").splitlines()[0]
     assert re.fullmatch(r"held-out loss \d\.\d+ before, \d\.\d+ after", line)
     assert shown(notebook, "answer")

@@ -6,7 +6,7 @@ import pytest
 
 from dbx_llmtrain import hardware
 from dbx_llmtrain.errors import ConfigError
-from dbx_llmtrain.records import GpuInfo
+from dbx_llmtrain.reports import GpuInfo
 
 MIB = 1024**2
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dbx_llmtrain.errors import ClusterError, Finding
@@ -42,5 +46,19 @@ def shard_mesh(world: World, shard: str) -> DeviceMesh:
     second and replicates over the first. Launchers do not number ranks node by node."""
     device = world.device.split(":")[0]
     if shard == "hybrid":
-        return DeviceMesh(device, ranks_by_node(world.nodes), mesh_dim_names=("replicate", "shard"))
+        nodes = ranks_by_node(world.nodes)
+        mesh = DeviceMesh(device, nodes, mesh_dim_names=("replicate", "shard"))
+        _wait_as_long(mesh, device)
+        return mesh
     return init_device_mesh(device, (world.size,))
+
+
+def _wait_as_long(mesh: DeviceMesh, device: str) -> None:
+    """A collective of some ranks waits as long as one of all: the groups of a mesh are made with
+    torch's usual time-out, after which NCCL would end a stalled run before it is looked at."""
+    whole = dist.group.WORLD
+    assert whole is not None
+    with suppress(AttributeError):  # private: without it only that
+        timeout = whole._get_backend(torch.device(device)).options._timeout
+        for group in mesh.get_all_groups():
+            distributed_c10d._set_pg_timeout(timeout, group)
