@@ -26,7 +26,7 @@ from dbx_llmtrain import storage
 from dbx_llmtrain.driver import cluster, diagnosis, preflight, shipping
 from dbx_llmtrain.errors import TrainingFailed
 from dbx_llmtrain.outcomes import RankRecord, RankResult
-from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.records import LaunchPlan
 from dbx_llmtrain.worker import node, requests, supervisor
 from dbx_llmtrain.worker.requests import Wish
 
@@ -50,7 +50,7 @@ _WAITING_S = 30.0
 
 def launch(
     spark: SparkSession,
-    plan: RunPlan,
+    plan: LaunchPlan,
     secrets: dict[str, str],
     *,
     on_poll: Callable[[], None] | None = None,
@@ -85,7 +85,7 @@ def launch(
 
 
 def _distributor(
-    spark: SparkSession, plan: RunPlan, function: Callable[[], object]
+    spark: SparkSession, plan: LaunchPlan, function: Callable[[], object]
 ) -> Callable[[], object]:
     """What runs in the job's thread. Wrong arguments raise here, in the caller's."""
     from pyspark.ml.torch.distributor import TorchDistributor
@@ -115,7 +115,7 @@ def _distributor(
 
 
 @contextmanager
-def _threads_told(plan: RunPlan) -> Iterator[None]:
+def _threads_told(plan: LaunchPlan) -> Iterator[None]:
     """What torchrun would set for several processes of one machine, and say so in a banner; the
     ranks decide by themselves how many threads they have."""
     if not plan.local_mode or plan.world_size == 1 or _THREADS in os.environ:
@@ -129,7 +129,7 @@ def _threads_told(plan: RunPlan) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_file(plan: RunPlan) -> Iterator[Path | None]:
+def _stop_file(plan: LaunchPlan) -> Iterator[Path | None]:
     """In local mode no Spark job runs that could be cancelled: a file tells the ranks to end."""
     if not plan.local_mode:
         yield None
@@ -141,7 +141,7 @@ def _stop_file(plan: RunPlan) -> Iterator[Path | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _follow(job: cluster.SparkJob, plan: RunPlan, on_poll: Callable[[], None] | None) -> None:
+def _follow(job: cluster.SparkJob, plan: LaunchPlan, on_poll: Callable[[], None] | None) -> None:
     started = time.monotonic()
     waiting = not plan.local_mode
     while not job.wait(_POLL_S):
@@ -160,7 +160,7 @@ def _end(
     job: cluster.SparkJob,
     stop_file: Path | None,
     run_dir: Path,
-    plan: RunPlan,
+    plan: LaunchPlan,
     cause: BaseException,
 ) -> None:
     """Stop the ranks and wait for them. It never raises: the cause is what has to be told, and what
@@ -175,7 +175,7 @@ def _end(
     _wait_for_records(run_dir, plan)
 
 
-def _let_leave(job: cluster.SparkJob, run_dir: Path, plan: RunPlan) -> None:
+def _let_leave(job: cluster.SparkJob, run_dir: Path, plan: LaunchPlan) -> None:
     """Have the ranks write a checkpoint and end by themselves; returns when they have, or will not.
 
     Rank 0 takes the request away where steps are taken; where none are there is nothing to save.
@@ -209,7 +209,7 @@ def _stop(job: cluster.SparkJob, stop_file: Path | None) -> None:
         logger.warning("the launcher has not ended within %.0f s of being cancelled", _CANCEL_S)
 
 
-def _wait_for_records(run_dir: Path, plan: RunPlan) -> dict[int, RankRecord]:
+def _wait_for_records(run_dir: Path, plan: LaunchPlan) -> dict[int, RankRecord]:
     """Supervisors write their records after their trainers are gone, some seconds after Spark has
     given up; and shared storage may show them late."""
     deadline = time.monotonic() + _RECORDS_S
@@ -221,7 +221,7 @@ def _wait_for_records(run_dir: Path, plan: RunPlan) -> dict[int, RankRecord]:
 
 
 def _judge(
-    plan: RunPlan, records: dict[int, RankRecord], error: BaseException | None
+    plan: LaunchPlan, records: dict[int, RankRecord], error: BaseException | None
 ) -> RankResult:
     finished = [record for record in records.values() if record.status == "finished"]
     result = records[0].result if 0 in records else None
@@ -229,5 +229,7 @@ def _judge(
         if error is not None:
             logger.warning("every rank finished; %s", diagnosis.launcher_text(error))
         return result
-    failed: TrainingFailed = diagnosis.failure(records, plan.world_size, error)
+    failed: TrainingFailed = diagnosis.failure(
+        records, plan.world_size, error, storage.local_path(plan.run_dir)
+    )
     raise failed from error

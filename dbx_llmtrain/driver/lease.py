@@ -25,7 +25,8 @@ from dbx_llmtrain import storage, tracking
 from dbx_llmtrain.driver import run_folder
 from dbx_llmtrain.driver.run_folder import RunFolder
 from dbx_llmtrain.errors import CheckpointError, was_stopped
-from dbx_llmtrain.records import Record, TrackingPlan
+from dbx_llmtrain.records import TrackingPlan
+from dbx_llmtrain.reports import Record
 
 logger = logging.getLogger(__name__)
 
@@ -248,10 +249,15 @@ def refuse_in_use(run_dir: Path) -> None:
 
 def _end(dead: Lease, run_dir: Path) -> None:
     """Say that a run has lost its driver, in MLflow too."""
-    why = f"the driver is gone: {dead}; its last word was on {told_time(dead.renewed)}"
+    why = gone(dead)
     logger.warning("%s: %s", run_dir, why)
     if dead.tracking is not None:
         tracking.end_dead(dead.tracking, run_dir.parent, why)
+
+
+def gone(dead: Lease) -> str:
+    """What there is to say of a driver that has not ended its run."""
+    return f"the driver is gone: {dead}; its last word was on {told_time(dead.renewed)}"
 
 
 def is_alive(lease: Lease) -> bool:

@@ -1,4 +1,5 @@
-"""One run: stage, launch, follow what its ranks say, again where they need smaller pieces."""
+"""One run: stage, launch, follow what its ranks say, again where they need smaller pieces or
+something was lost."""
 
 from __future__ import annotations
 
@@ -6,8 +7,20 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import click
+
 from dbx_llmtrain import tracking, tracking_tensorboard
-from dbx_llmtrain.driver import cluster, launch, monitor, progress, staging, supervise
+from dbx_llmtrain.driver import (
+    board,
+    cluster,
+    launch,
+    monitor,
+    progress,
+    recovery,
+    staging,
+    stalls,
+    supervise,
+)
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import RunPlan
 
@@ -16,7 +29,8 @@ if TYPE_CHECKING:
 
 ORIGIN = "dbx_llmtrain.resumed_from"
 """Tag of the MLflow run: the checkpoint that its last attempt has gone on from."""
-
+RESTARTS = "dbx_llmtrain.restarts"
+"""Tag of the MLflow run: the attempts that were given up for another, in words, each a line."""
 
 _ENDING_S = 3.0
 """From the end of the last rank until its launcher has noticed and its record is read."""
@@ -51,11 +65,13 @@ def run(
     shown: progress.Progress,
     check: Callable[[], None],
 ) -> supervise.Outcome:
-    """Stage, launch, and follow what the ranks say; again where they need smaller pieces. What
-    ``check`` raises ends the ranks."""
+    """Stage, launch, and follow what the ranks say; again where they need smaller pieces, or where
+    something was lost and ``cluster.max_restarts`` allows it. What ``check`` raises ends the ranks.
+    """
     conf = cluster.conf(session)
     with monitor.open_channel(conf, local_mode=plan.local_mode) as server:
         staging.stage_everywhere(session, plan, server=server, progress=shown)
+        slots = 0 if plan.local_mode else cluster.slots(session.sparkContext)
         secrets = tracking.worker_secrets(os.environ) | monitor.rank_variables(server)
 
         def attempt(plan: RunPlan) -> RankResult:
@@ -70,16 +86,39 @@ def run(
                     supervise.noticing(plan, lambda taken: _correct(taken, run)),
                     server=server,
                     heard=training.heard,
-                ),
+                    used=run.log_usage,
+                ) as live,
+                board.kept(plan, live),
             ):
+                training.show_ranks(lambda: board.rows(live))
+                guard = stalls.Guard(plan, live)
 
                 def tick() -> None:
                     training.tick()
                     check()
+                    guard.check()
 
                 return launch.launch(session, plan, secrets, on_poll=tick)
 
-        return supervise.run(plan, attempt)
+        def regroup(again: RunPlan) -> RunPlan:
+            found = recovery.regroup(session, plan, again, slots=slots, check=check, say=click.echo)
+            staging.stage_everywhere(session, found, server=server, progress=shown)
+            _correct(found, run)
+            return found
+
+        return supervise.run(plan, attempt, regroup=regroup, tell=_telling(run))
+
+
+def _telling(run: tracking.DriverRun) -> Callable[[str], None]:
+    """Says a restart on the screen and in MLflow."""
+    restarts: list[str] = []
+
+    def tell(text: str) -> None:
+        restarts.append(text)
+        click.echo(text)
+        run.set_tag(RESTARTS, "\n".join(restarts))
+
+    return tell
 
 
 def tell_origin(plan: RunPlan, run: tracking.DriverRun) -> None:

@@ -1,8 +1,8 @@
 """The attempts at a run: one that ran out of memory at its start is followed by one that computes
-the same in smaller pieces.
+the same in smaller pieces, one that has lost a node by one that goes on from the last checkpoint.
 
-Ranks cannot agree on it among themselves: while one has no memory left, the others wait for it in a
-collective. So the attempt ends as with any other error, and the driver starts another.
+Ranks cannot agree on it among themselves: while one has no memory left, or is gone, the others wait
+for it in a collective. So the attempt ends as with any other error, and the driver starts another.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
 from dbx_llmtrain import storage
 from dbx_llmtrain.display import size
-from dbx_llmtrain.driver import run_folder
-from dbx_llmtrain.errors import TrainingFailed
+from dbx_llmtrain.driver import recovery, run_folder
+from dbx_llmtrain.errors import CheckpointError, TrainingFailed
 from dbx_llmtrain.estimates import MemoryEstimate
 from dbx_llmtrain.events import EVENTS_FILE, Event, read_events
 from dbx_llmtrain.forecasts import Decision
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.worker import node
 from dbx_llmtrain.worker.failures import OUT_OF_MEMORY
 
 MAX_RESTARTS = 2
@@ -32,6 +33,9 @@ EARLY_STEPS = 3
 example is in the first step, so that it shows there."""
 
 Attempt = Callable[[RunPlan], RankResult]
+Regroup = Callable[[RunPlan], RunPlan]
+"""Makes the cluster ready for a plan's ranks, or the plan for the cluster. Raises where neither can
+be."""
 
 
 @dataclass(frozen=True)
@@ -44,29 +48,89 @@ class Outcome:
     restarts: tuple[str, ...] = ()
 
 
-def run(plan: RunPlan, attempt: Attempt, *, tell: Callable[[str], object] | None = None) -> Outcome:
+@dataclass
+class _History:
+    """What was given up so far: in words, how often for smaller pieces, and what was lost."""
+
+    restarts: list[str] = field(default_factory=list)
+    smaller: int = 0
+    lost: list[TrainingFailed] = field(default_factory=list)
+
+
+def run(
+    plan: RunPlan,
+    attempt: Attempt,
+    *,
+    regroup: Regroup = lambda plan: plan,
+    tell: Callable[[str], object] | None = None,
+) -> Outcome:
     """Call ``attempt`` with the plan, and again with half the micro-batch and twice the
-    accumulation where a rank ran out of memory before its third step was done: twice at most.
+    accumulation where a rank ran out of memory before its third step was done: twice at most. Where
+    something was lost, up to ``cluster.max_restarts`` times with what ``regroup`` makes of the
+    plan, from the last checkpoint.
 
     Rows, gradients and learning rates stay the same. ``tell`` gets each restart in words (default:
     the screen). Raises what the last attempt raised; a lack of memory with what the plan had
-    counted and what would take less.
+    counted and what would take less, a loss with why it was not tried again.
     """
-    restarts: list[str] = []
+    past = _History()
     say = tell or click.echo
     while True:
         try:
             result = attempt(plan)
-            return Outcome(_as_taken(plan), result, tuple(restarts))
+            return Outcome(_as_taken(plan), result, tuple(past.restarts))
         except TrainingFailed as error:
-            if error.cause != OUT_OF_MEMORY:
-                raise
-            smaller = _smaller(plan, error) if len(restarts) < MAX_RESTARTS else None
-            if smaller is None:
-                raise _told_what_helps(plan, error, restarts) from error
-            restarts.append(_restart_text(plan, smaller, error))
-            say(restarts[-1])
-            plan = smaller
+            short_of_memory = error.cause == OUT_OF_MEMORY
+            plan, text = (
+                _in_smaller_pieces(plan, error, past)
+                if short_of_memory
+                else _after_a_loss(plan, error, past, regroup)
+            )
+            past.restarts.append(text)
+            say(text)
+
+
+def _in_smaller_pieces(plan: RunPlan, error: TrainingFailed, past: _History) -> tuple[RunPlan, str]:
+    """The next attempt after a lack of memory, and that in words. Raises the failure."""
+    smaller = _smaller(plan, error) if past.smaller < MAX_RESTARTS else None
+    if smaller is None:
+        raise _told_what_helps(plan, error, past.smaller) from error
+    past.smaller += 1
+    return smaller, _restart_text(plan, smaller, error)
+
+
+def _after_a_loss(
+    plan: RunPlan, error: TrainingFailed, past: _History, regroup: Regroup
+) -> tuple[RunPlan, str]:
+    """The next attempt after a loss, and that in words. Raises the failure."""
+    verdict = recovery.decide(error, past.lost, plan.config.cluster.max_restarts)
+    if not verdict.go_on:
+        raise _advised(error, error.advice, verdict.why) if verdict.why else error
+    origin = _last_checkpoint(plan)
+    again = plan.model_copy(update={"attempt": uuid.uuid4().hex})
+    with node.Capture() as capture:
+        if origin and origin != plan.resume_from:
+            again = run_folder.take_other(again, origin)
+        again = regroup(again)
+    if capture.error is not None:
+        if isinstance(capture.error, CheckpointError):
+            raise capture.error  # the folder is another call's now
+        raise _advised(
+            error, error.advice, f"it could not be started again: {capture.text()}"
+        ) from capture.error
+    past.lost.append(error)
+    step = storage.step_of(Path(origin)) if origin else None
+    return again, recovery.restart_text(error, plan, again, step)
+
+
+def _last_checkpoint(plan: RunPlan) -> str | None:
+    """Where an attempt that was lost has got to: the newest complete checkpoint of the run, else
+    where it began. Whoever wrote it may not have come to say so."""
+    newest = storage.latest_checkpoint(storage.local_path(plan.run_dir))
+    if plan.purpose == "train" and newest is not None:
+        if (storage.step_of(newest) or 0) >= _first_step(plan):
+            return str(newest)
+    return _as_taken(plan).resume_from
 
 
 def _smaller(plan: RunPlan, error: TrainingFailed) -> RunPlan | None:
@@ -175,10 +239,15 @@ def _restart_text(plan: RunPlan, smaller: RunPlan, error: TrainingFailed) -> str
     )
 
 
-def _told_what_helps(plan: RunPlan, error: TrainingFailed, restarts: list[str]) -> TrainingFailed:
+def _told_what_helps(plan: RunPlan, error: TrainingFailed, tried: int) -> TrainingFailed:
     """The failure with the plan's own account of the memory, and every setting that takes less."""
-    tried = [f"{len(restarts)} restart(s) with less at once did not help"] if restarts else []
-    parts = [*tried, *_breakdown(plan), f"what takes less: {'; '.join(_remedies(plan))}"]
+    before = [f"{tried} restart(s) with less at once did not help"] if tried else []
+    remedies = f"what takes less: {'; '.join(_remedies(plan))}"
+    return _advised(error, *before, *_breakdown(plan), remedies)
+
+
+def _advised(error: TrainingFailed, *parts: str) -> TrainingFailed:
+    """The same failure with other advice."""
     return TrainingFailed(
         error.message,
         rank=error.rank,
@@ -188,8 +257,9 @@ def _told_what_helps(plan: RunPlan, error: TrainingFailed, restarts: list[str]) 
         exit_code=error.exit_code,
         traceback=error.traceback,
         log_tail=error.log_tail,
-        advice=". ".join(parts),
+        advice=". ".join(filter(None, parts)),
         cause=error.cause,
+        log=error.log,
     )
 
 

@@ -93,6 +93,7 @@ def resumed_from(run: Path) -> list[int | None]:
     return [storage.step_of(Path(path)) if path else None for path in paths]
 
 
+@pytest.mark.slow
 def test_c83_a_run_that_is_killed_three_times_ends_as_if_it_had_not_been(
     spark: Any, config: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:
@@ -128,6 +129,29 @@ def test_c83_a_run_that_is_killed_three_times_ends_as_if_it_had_not_been(
     assert result.run_id == first_id
     assert "dbx_llmtrain.error" not in found.data.tags
     check_it_is_finished(spark, config, result, capfd)
+
+
+def test_a_killed_rank_is_followed_by_another_attempt(
+    spark: Any, config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From the last checkpoint, by the same call."""
+    run = tmp_path / "runs" / "again"
+    saved = storage.checkpoint_folder(run, 2) / storage.MANIFEST
+    faults = {"FAULT": "kill", "FAULT_RANK": "1", "FAULT_STEP": "3", "FAULT_AFTER": str(saved)}
+    cfg = config("again", steps=4, FAULT_ONCE=str(tmp_path / "once"), **faults)
+    cfg = cfg.override("cluster.max_restarts=1", "checkpoint.export=false")
+    result = llm.train(cfg, spark=spark)
+    assert resumed_from(run) == [None, 2]
+    assert result.steps == 4
+    (told,) = result.restarts
+    assert re.match(r"(lost|host_memory): rank 1 on \S+ after step 2: the trainer was ended", told)
+    assert told.endswith("; started again from step 2 with 2 ranks")
+    assert told in capfd.readouterr().out
+    found = mlflow_run(run)
+    assert (found.info.status, found.data.tags["dbx_llmtrain.restarts"]) == ("FINISHED", told)
+    assert found.data.tags["dbx_llmtrain.resumed_from"] == str(saved.parent)
+    assert llm.load(str(run)).restarts == (told,)
+    assert not processes_with(f"MARK={tmp_path}")
 
 
 def kill_the_driver(spark: Any, config: Any, run: Path, checkpoint: str, tmp_path: Path) -> None:
@@ -178,6 +202,7 @@ def check_it_is_finished(spark: Any, config: Any, result: llm.TrainResult, capfd
     assert {path: path.read_bytes() for path in Path(result.run_dir).glob("*.*")} == before
 
 
+@pytest.mark.slow
 def test_the_checkpoint_that_was_taken_in_place_of_a_damaged_one_is_named_everywhere(
     spark: Any, config: Any, tmp_path: Path
 ) -> None:
@@ -231,6 +256,7 @@ def test_sigterm_to_a_script_of_ones_own_leaves_a_checkpoint(config: Any, tmp_pa
     assert not processes_with(f"MARK={tmp_path}")
 
 
+@pytest.mark.slow
 def test_a_rehearsal_shows_that_all_of_it_works(
     spark: Any, config: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

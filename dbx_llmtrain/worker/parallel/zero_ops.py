@@ -12,6 +12,8 @@ from dbx_llmtrain import storage, zero_config
 from dbx_llmtrain.errors import ClusterError, Finding
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker import builds, node
+from dbx_llmtrain.worker.handover import note_folder
+from dbx_llmtrain.worker.locks import file_lock
 from dbx_llmtrain.worker.parallel.deepspeed import load_deepspeed, nvme_folder
 
 _INSTALL = {
@@ -45,6 +47,7 @@ def offloading(plan: RunPlan, rank: int, tell: Callable[[str], object]) -> Itera
         if other.name != plan.attempt:
             storage.remove(other)
     folder.mkdir(parents=True, exist_ok=True)
+    note_folder(folder)
     try:
         yield
     finally:
@@ -73,7 +76,7 @@ def build(plan: RunPlan, tell: Callable[[str], object] = lambda _: None) -> None
     missing = [name for name in names if not _is_built(deepspeed, name)]
     if missing:
         tell(f"building DeepSpeed's {' and '.join(missing)} (minutes, once a node)")
-    with node.file_lock(locks / "deepspeed-operators"):
+    with file_lock(locks / "deepspeed-operators"):
         for name in names:
             _load(deepspeed, name)
 
