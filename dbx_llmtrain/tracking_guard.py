@@ -20,19 +20,23 @@ TIMEOUT = "10"
 _IMPATIENCE = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER": "false",  # a server may ask for an hour
     "MLFLOW_DATABRICKS_ENDPOINT_HTTP_RETRY_TIMEOUT": "20",
 }
-lock = threading.RLock()
-"""Held while a call changes the environment."""
+_TIMEOUT_VARIABLE = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 
 
 class Guard:
-    """A ``with`` block that no exception leaves: it becomes one warning per kind."""
+    """A ``with`` block that no exception leaves: it becomes one warning per kind. ``advice`` is
+    what can be done later on, in a clause."""
 
-    def __init__(self, what: str, warned: set[str], *, where: str = "MLflow") -> None:
+    def __init__(
+        self, what: str, warned: set[str], *, where: str = "MLflow", advice: str = ""
+    ) -> None:
         self._what = what
         self._warned = warned
         self._where = where
+        self._advice = f"; {advice}" if advice else ""
         self.error: BaseException | None = None
 
     def __enter__(self) -> Guard:
@@ -47,27 +51,63 @@ class Guard:
         if error is None or not isinstance(error, Exception):
             return False
         self.error = error
-        cause = " ".join(redact(str(error), collect(os.environ)).split())[:500]
-        text = f"{self._where}: {self._what} failed: {type(error).__name__}: {cause}"
+        text = f"{self._where}: {self._what} failed: {told(error)}"
         level = logging.DEBUG if self._what in self._warned else logging.WARNING
         self._warned.add(self._what)
-        logger.log(level, "%s. Training goes on.", text)
+        logger.log(level, "%s. Training goes on%s.", text, self._advice)
         return True
+
+
+def told(error: Exception) -> str:
+    """An error in a line, without secrets."""
+    cause = " ".join(redact(str(error), collect(os.environ)).split())[:500].rstrip(".")
+    return f"{type(error).__name__}: {cause}"
+
+
+class _Patience:
+    """MLflow reads its patience from the environment, which all threads share. So what is set there
+    stays until the last of those who need it has gone: a variable that vanishes while another
+    thread copies the environment is a ``KeyError`` there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ours: dict[str, str] = {}
+
+    def enter(self, timeout: str) -> None:
+        with self._lock:
+            self._users += 1
+            for name, value in {**_IMPATIENCE, _TIMEOUT_VARIABLE: timeout}.items():
+                self._set(name, value)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                self._set(_TIMEOUT_VARIABLE, TIMEOUT)
+                return
+            for name, value in self._ours.items():
+                if os.environ.get(name) == value:
+                    del os.environ[name]
+            self._ours.clear()
+
+    def _set(self, name: str, value: str) -> None:
+        """Where the user has not set it, before or meanwhile."""
+        if os.environ.get(name) in (None, self._ours.get(name)):
+            os.environ[name] = self._ours[name] = value
+
+
+_patience = _Patience()
 
 
 @contextmanager
 def impatient(timeout: str = TIMEOUT) -> Iterator[None]:
-    """Few retries, short time-outs and no bars, where the user has not set them. One caller at a
-    time."""
-    wanted = {**_IMPATIENCE, "MLFLOW_HTTP_REQUEST_TIMEOUT": timeout}
-    with lock:
-        added = {name: value for name, value in wanted.items() if name not in os.environ}
-        os.environ.update(added)
-        try:
-            yield
-        finally:
-            for name in added:
-                os.environ.pop(name, None)
+    """Few retries, short time-outs and no bars, where the user has not set them."""
+    _patience.enter(timeout)
+    try:
+        yield
+    finally:
+        _patience.leave()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ whose work was lost, is not sent again.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import tempfile
 from collections import deque
@@ -19,17 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbx_llmtrain.credentials import redact
 from dbx_llmtrain.events import Event
-from dbx_llmtrain.tracking_guard import lock
-from dbx_llmtrain.tracking_store import BATCH, Run, clip
+from dbx_llmtrain.tracking_store import BATCH, Outcome, Run, clip
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-logger = logging.getLogger(__name__)
-
 ENTITIES = 1000
 """That MLflow takes at once: metrics and tags together."""
-PENDING = 20_000
+PENDING, PENDING_ROWS = 20_000, 1000
+"""Values of metrics, and rows of answers and values of machines, that wait at most."""
 ANSWERS = "samples.json"
 """The table of answers to ``train.sample_prompts`` among a run's artifacts."""
 ANSWER_COLUMNS = ("step", "prompt", "text", "tokens", "stopped")
@@ -93,7 +90,8 @@ class _Stored:
 
 
 class Sender:
-    """Metrics and tags on their way to a run. They wait while the store is down."""
+    """Metrics and tags on their way to a run. They wait while the store is down, at most so many:
+    then the oldest make room. For one thread at a time."""
 
     def __init__(self, run: Run, secrets: Mapping[str, str]) -> None:
         self._run = run
@@ -102,45 +100,56 @@ class Sender:
         self._held: dict[str, Value] = {}
         self._stored = _Stored()
         self._tags: dict[str, str] = {}
-        self._answers: deque[dict[str, Any]] = deque(maxlen=PENDING)
+        self._answers: deque[dict[str, Any]] = deque(maxlen=PENDING_ROWS)
+        self._usage: deque[Value] = deque(maxlen=PENDING_ROWS)
         self._lost = 0
+        self.sent = 0
+        """Values of metrics that have gone out."""
 
     def empty(self) -> bool:
         """Whether nothing waits to be sent."""
-        return not self._metrics and not self._tags and not self._answers
+        return not (self._metrics or self._tags or self._answers or self._usage)
+
+    def left_out(self) -> int:
+        """Values and answers that wait, were refused, or made room for others."""
+        return self._lost + len(self._metrics) + len(self._answers)
 
     def add(self, event: Event) -> None:
         """Take an event's metrics, the path of a checkpoint or an export as a tag, and answers to
         the sample prompts as rows of a table."""
-        with lock:
-            self._take(event)
+        self._take(event)
+        self.add_facts(event)
+
+    def add_facts(self, event: Event) -> None:
+        """Take what an event has beside metrics."""
         if event.kind == "checkpoint":
             self.add_tag("dbx_llmtrain.checkpoint", event.data.get("path"))
         if event.kind == "export":
             self.add_tag("dbx_llmtrain.model_path", event.data.get("path"))
         if event.kind == "samples":
-            with lock:
-                self._answers.extend(
-                    {key: redact(str(sample[key]), self._secrets) for key in ("prompt", "text")}
-                    | {"step": event.step, "tokens": sample["tokens"], "stopped": sample["stopped"]}
-                    for sample in event.data.get("samples", ())
-                )
+            for sample in event.data.get("samples", ()):
+                answer = {
+                    key: redact(str(sample[key]), self._secrets) for key in ("prompt", "text")
+                }
+                answer |= {key: sample[key] for key in ("tokens", "stopped")}
+                self._lost += len(self._answers) == PENDING_ROWS
+                self._answers.append(answer | {"step": event.step})
 
     def _take(self, event: Event) -> None:
         if event.kind == "started":  # steps after this one may have been done before
-            self._release()
+            self.release()
             self._stored.forget(event.step)
         for value in values_of(event):
             if any(held.step != value.step for held in self._held.values()):
-                self._release()
+                self.release()
             if value.measured or event.kind == "finished" or value.name in _OF_THE_RUN_AT_ITS_END:
                 self._held[value.name] = value
             else:
                 self.add_metric(value)
         if event.kind in ("failed", "finished"):
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Nothing else will take the place of what was held back."""
         held = list(self._held.values())
         self._held.clear()
@@ -149,41 +158,38 @@ class Sender:
 
     def add_metric(self, value: Value) -> None:
         """Take one metric; the oldest one that waits makes room when there are too many."""
-        with lock:
-            self._lost += len(self._metrics) == PENDING
-            if self._lost == 1:
-                logger.warning("MLflow: too many metrics wait, the oldest are lost")
-            self._metrics.append(value)
+        self._lost += len(self._metrics) == PENDING
+        self._metrics.append(value)
+
+    def add_usage(self, values: Iterable[Value]) -> None:
+        """Take what a machine is used for. It waits behind all else, and is not looked for in the
+        run before: nobody sends it twice."""
+        self._usage.extend(values)
 
     def add_last(self, metrics: Mapping[str, float], time_ms: int, step: int) -> None:
         """Take the metrics of a result, as far as nobody has sent them."""
-        with lock:
-            for name, held in list(self._held.items()):
-                if name in metrics and held.step == step:
-                    del self._held[name]
-            self._release()
-            self._stored.forget(step)
-            for name, value in metrics.items():
-                self.add_metric(Value(name, value, time_ms, step))
+        for name, held in list(self._held.items()):
+            if name in metrics and held.step == step:
+                del self._held[name]
+        self.release()
+        self._stored.forget(step)
+        for name, value in metrics.items():
+            self.add_metric(Value(name, value, time_ms, step))
 
-    def fill(self, events: Iterable[Event], last: int) -> None:
+    def fill(self, client: MlflowClient, events: Iterable[Event], last: int | None = None) -> None:
         """Send what the run lacks of the metrics up to the step ``last``, as an attempt whose work
-        stands has told them; of several that did a step the last one's."""
+        stands has told them; of several that did a step the last one's. Raises what MLflow does:
+        then all of it has to be done again."""
         told = {
             (value.name, value.step): value._replace(measured=False)
             for event in events
             for value in values_of(event)
-            if value.step <= last
+            if last is None or value.step <= last
         }
         values = sorted(told.values(), key=lambda value: value.step)
-        with lock:
-            self._stored.forget()
-            for start in range(0, len(values), ENTITIES):
-                for value in values[start : start + ENTITIES]:
-                    self.add_metric(value)
-                if not self.flush():  # later on it would not be looked for any more
-                    self._metrics.clear()
-                    return
+        self._stored.forget()
+        for start in range(0, len(values), ENTITIES):
+            self._send(client, metrics=values[start : start + ENTITIES])
 
     def add_tag(self, key: str, value: object) -> None:
         """Take one tag; ``None`` is no tag."""
@@ -193,33 +199,35 @@ class Sender:
     def flush(self, *, always: bool = False) -> bool:
         """Send what waits; whether all of it went out. ``always``: also during the cool-off, and
         what was held back."""
-        with lock:
-            if always:
-                self._release()
-            while not self.empty():
-                if self._run.resting() and not always:
-                    return False
-                if self._answers:
-                    if not self._send_answers(always=always):
-                        return False
-                    continue
-                metrics = list(self._metrics)[: ENTITIES - BATCH]
-                tags = list(self._tags.items())[:BATCH]
-                outcome = self._run.attempt(
-                    "logging metrics",
-                    partial(self._send, metrics=metrics, tags=tags),
-                    always=always,
-                )
-                if outcome == "down":
-                    return False
-                for _ in metrics:
-                    self._metrics.popleft()
-                for key, _ in tags:
-                    del self._tags[key]
-            return True
+        if always:
+            self.release()
+        while not self.empty():
+            if self._metrics or self._tags:
+                outcome = self._send_batch(always=always)
+            elif self._usage:
+                outcome = self._send_usage(always=always)
+            else:
+                outcome = self._send_answers(always=always)
+            if outcome == "down":
+                return False
+        return True
 
-    def _send_answers(self, *, always: bool) -> bool:
-        """Add the answers that wait to their table; whether the store could be asked."""
+    def _send_batch(self, *, always: bool) -> Outcome:
+        """Send the first metrics and tags that wait; they wait on where the store is down."""
+        metrics = list(self._metrics)[: ENTITIES - BATCH]
+        tags = list(self._tags.items())[:BATCH]
+        send = partial(self._send, metrics=metrics, tags=tags)
+        outcome = self._run.attempt("logging metrics", send, always=always)
+        if outcome != "down":
+            for _ in metrics:
+                self._metrics.popleft()
+            for key, _ in tags:
+                del self._tags[key]
+            self._lost += len(metrics) if outcome == "refused" else 0
+        return outcome
+
+    def _send_answers(self, *, always: bool) -> Outcome:
+        """Add the answers that wait to their table."""
         rows = [[answer[key] for key in ANSWER_COLUMNS] for answer in self._answers]
         outcome = self._run.attempt(
             "logging the answers to sample prompts",
@@ -228,22 +236,46 @@ class Sender:
         )
         if outcome != "down":
             self._answers.clear()
-        return outcome != "down"
+            self._lost += len(rows) if outcome == "refused" else 0
+        return outcome
+
+    def _send_usage(self, *, always: bool) -> Outcome:
+        from mlflow.entities import Metric
+
+        values = list(self._usage)[:ENTITIES]
+        outcome = self._run.attempt(
+            "logging system metrics",
+            lambda client: client.log_batch(
+                str(self._run.run_id),
+                metrics=[Metric(*value[:4]) for value in values],
+                synchronous=True,
+            ),
+            always=always,
+        )
+        if outcome != "down":
+            for _ in values:
+                self._usage.popleft()
+        return outcome
 
     def _send(
-        self, client: MlflowClient, metrics: Sequence[Value], tags: Sequence[tuple[str, str]]
+        self,
+        client: MlflowClient,
+        metrics: Sequence[Value],
+        tags: Sequence[tuple[str, str]] = (),
     ) -> None:
         from mlflow.entities import Metric, RunTag
 
         run_id = str(self._run.run_id)
         lacking = self._stored.lacking(client, run_id, metrics)
-        client.log_batch(
-            run_id,
-            metrics=[Metric(*value[:4]) for value in lacking],
-            tags=[RunTag(*item) for item in tags],
-            synchronous=True,
-        )
+        if lacking or tags:
+            client.log_batch(
+                run_id,
+                metrics=[Metric(*value[:4]) for value in lacking],
+                tags=[RunTag(*item) for item in tags],
+                synchronous=True,
+            )
         self._stored.note(lacking)
+        self.sent += len(lacking)
 
 
 def values_of(event: Event) -> list[Value]:
@@ -267,6 +299,9 @@ def _add_rows(client: MlflowClient, run_id: str, rows: list[list[Any]]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = client.download_artifacts(run_id, ANSWERS, folder)
             known = json.loads(Path(path).read_text(encoding="utf-8"))["data"]
+    rows = [row for row in rows if row not in known]  # sent before, or done again
+    if not rows:
+        return
     client.log_dict(run_id, {"columns": [*ANSWER_COLUMNS], "data": known + rows}, ANSWERS)
     if not known:  # by this tag its pages know that it is a table
         table = [{"path": ANSWERS, "type": "table"}]

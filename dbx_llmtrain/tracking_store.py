@@ -30,11 +30,13 @@ Outcome = Literal["done", "down", "refused"]
 # MLflow's limits, on the safe side of every version and of Databricks.
 KEY_CHARS, PARAM_CHARS, TAG_CHARS, BATCH = 250, 6000, 5000, 100
 ERROR_TAG = "dbx_llmtrain.error"
-_COOL_OFF = 30.0
+_COOL_OFF, _LONGEST_COOL_OFF = 2.0, 60.0
+"""Seconds that a store is left alone after a call that it did not answer; doubled each time."""
 _TRANSIENT = {
     "INTERNAL_ERROR",
     "TEMPORARILY_UNAVAILABLE",
     "REQUEST_LIMIT_EXCEEDED",
+    "RESOURCE_EXHAUSTED",
     "ABORTED",
     "DEADLINE_EXCEEDED",
     "CANCELLED",
@@ -53,6 +55,8 @@ class Run:
         self._uri = uri
         self._clock = clock
         self._down_until = -1.0
+        self._cool_off = _COOL_OFF
+        self._longest = _LONGEST_COOL_OFF
         self._warned: set[str] = set()
 
     def attempt(
@@ -67,29 +71,34 @@ class Run:
 
         ``always``: try it also while the store is left alone.
         """
-        guard = Guard(what, self._warned)
         if self.run_id is None:
             return "refused"
         if self.resting() and not always:
-            with guard:
-                raise TimeoutError("skipped, because the store did not answer a moment ago")
             return "down"
+        guard = Guard(what, self._warned)
         with guard, impatient(timeout):
             import mlflow
 
             # Without a registry it would ask Spark for one, whose JVM may have been ended.
             call(mlflow.MlflowClient(tracking_uri=self._uri, registry_uri=self._uri))
         if guard.error is None:
+            self._cool_off = _COOL_OFF
             return "done"
         code = getattr(guard.error, "error_code", "INTERNAL_ERROR")
         if code not in _TRANSIENT or isinstance(guard.error, _OURS):
             return "refused"
-        self._down_until = self._clock() + _COOL_OFF
+        self._down_until = self._clock() + self._cool_off
+        self._cool_off = min(2 * self._cool_off, self._longest)
         return "down"
 
     def resting(self) -> bool:
         """Whether the store did not answer and is left alone for a while."""
         return self._clock() < self._down_until
+
+    def wake(self, longest_cool_off: float = _LONGEST_COOL_OFF) -> None:
+        """Try the store again now, and from now on at least so often."""
+        self._longest = longest_cool_off
+        self._down_until, self._cool_off = -1.0, min(_COOL_OFF, longest_cool_off)
 
 
 def clip(text: str) -> str:

@@ -42,6 +42,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "train": ("loss", "learning_rate", "grad_norm", "skipped_steps"),
     "eval": ("eval_loss", "eval_perplexity", "test_loss", "test_perplexity"),
     "speed": ("tokens_per_second", "seconds_per_step", "memory_bytes"),
+    "ranks": (
+        "data_wait_seconds",
+        "slowest_rank",
+        "slowest_rank_seconds",
+        "median_rank_seconds",
+    ),
     "seen": ("rows_seen", "tokens_seen", "trained_tokens_seen"),
 }
 """In which group of charts each metric of ``tracking.METRICS`` is. The result's own metrics, one

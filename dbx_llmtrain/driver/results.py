@@ -118,7 +118,7 @@ def load(run_dir: str | TrainResult) -> TrainResult:
         moved = _moved(found, folder)
         _warn_of_torn(moved)
         return moved
-    raise CheckpointError(_state(folder))
+    raise CheckpointError(state(folder))
 
 
 def _warn_of_torn(result: TrainResult) -> None:
@@ -148,7 +148,7 @@ def _moved(result: TrainResult, folder: Path) -> TrainResult:
     return result.model_copy(update={"run_dir": str(folder), **paths})
 
 
-def _state(folder: Path) -> str:
+def state(folder: Path) -> str:
     """What a folder without a result is."""
     plan, held = read_plan(folder), lease.read(folder)
     if plan is None and held is None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -85,7 +86,8 @@ def test_train_on_two_executors(
 ) -> None:
     ranks: dict[int, RankState] = {}
     keep_last_states(monkeypatch, ranks)
-    cfg = config(inputs, tmp_path, checkpoint={"every": 2}, tracking={"tensorboard": True})
+    tracked = {"tensorboard": True, "system_metrics": True}
+    cfg = config(inputs, tmp_path, checkpoint={"every": 2}, tracking=tracked)
     before = set(threading.enumerate())
     result = llm.train(cfg, spark=spark)
 
@@ -191,6 +193,9 @@ def check_tracking(folder: Path, result: llm.TrainResult) -> None:
     assert {item.dataset.name for item in run.inputs.dataset_inputs}
     assert result.checkpoint in run.data.tags.values()
     assert logged_steps(folder) == [1, 2, 3, 4]
+    used = {name for name in run.data.metrics if name.startswith("system/")}
+    assert {name.split("/")[1] for name in used} == {socket.gethostname()}
+    assert {"cpu_percent", "memory_used_bytes"} <= {name.split("/")[2] for name in used}
 
 
 def logged_steps(folder: Path) -> list[int]:
@@ -202,6 +207,7 @@ def logged_steps(folder: Path) -> list[int]:
     return [metric.step for metric in history]
 
 
+@pytest.mark.slow
 def test_a_second_call_goes_on_from_the_newest_checkpoint(
     spark: Any, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +252,7 @@ def check_other_rows_are_refused(
     assert {path: path.read_bytes() for path in Path(finished.run_dir).glob("*.*")} == kept
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("fault", [pytest.param("raise", marks=pytest.mark.slow), "kill"])
 def test_a_rank_that_breaks_ends_the_run_as_failed(
     spark: Any, inputs: Path, tmp_path: Path, fault: str
 ) -> None:
@@ -295,6 +301,7 @@ def test_train_in_local_mode_inside_an_active_mlflow_run(
         mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.slow
 def test_a_dead_tracking_server_costs_a_warning(
     spark: Any, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -304,6 +311,12 @@ def test_a_dead_tracking_server_costs_a_warning(
     assert result.run_id is None
     assert result.steps == 4
     assert "127.0.0.1" in caplog.text
+    assert f"`dbx-llmtrain log {result.run_dir}`" in caplog.text
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    logged = llm.log(result)
+    assert llm.load(result.run_dir).run_id == logged.run_id
+    assert logged_steps(Path(result.run_dir)) == [1, 2, 3, 4]
+    assert mlflow_run(Path(result.run_dir)).info.status == "FINISHED"
 
 
 def test_bad_layout_is_refused_before_anything_is_started(

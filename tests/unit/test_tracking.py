@@ -1,66 +1,34 @@
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dbx_llmtrain import tracking, tracking_guard, tracking_sender, tracking_store
+from dbx_llmtrain import (
+    tracking,
+    tracking_guard,
+    tracking_rank,
+    tracking_sender,
+    tracking_store,
+)
 from dbx_llmtrain.credentials import collect, redact, uri_credentials, without_credentials
 from dbx_llmtrain.errors import TrainingFailed
 from dbx_llmtrain.events import Event
 from dbx_llmtrain.records import RunPlan, TrackingPlan
 from tests import sample
+from tests.mlflow_servers import free_port, mlflow_server
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-@contextlib.contextmanager
-def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """A real tracking server over SQLite, in a process group of its own."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/server.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    environ = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, env=environ, start_new_session=True
-        )
-        try:
-            _wait_until_up(f"http://127.0.0.1:{port}/health", process, folder / "server.log")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(20)
-
-
-def _wait_until_up(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-            if answer.status == 200:
-                return
-        time.sleep(0.2)
-    pytest.fail(f"the MLflow server did not start:\n{log.read_text()[-3000:]}")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +70,7 @@ def client(run: tracking.DriverRun | None) -> object:
 
     assert run is not None
     assert run.plan() is not None
+    run.wait(30.0)
     return mlflow.MlflowClient(tracking_uri=run.plan().uri)
 
 
@@ -206,6 +175,7 @@ def test_a_failed_run_says_so(
     assert tag == f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
     if status == "FAILED":
         assert tag == "TrainingFailed: training failed: rank 1, on worker-2: boom"
+        assert artifact_text(run, "failure.txt", tmp_path) == str(error)
 
 
 def test_an_end_that_fails_after_all_is_failed(store: Path, tmp_path: Path) -> None:
@@ -296,7 +266,7 @@ def test_rank_zero_logs_through_http(
     with tracking.driver_run(plan) as run:
         assert run.plan().by_rank
         run.log_start(run.attach(plan))
-        ranks = tracking.RankTracker(run.plan())
+        ranks = tracking_rank.RankTracker(run.plan())
         for step in range(1, 6):
             event = sample.event(step=step, loss=1.0 / step)
             ranks.log(event)
@@ -316,7 +286,7 @@ def test_rank_zero_logs_through_http(
 def test_nothing_is_logged_by_a_rank_that_has_no_store() -> None:
     plan = TrackingPlan(uri="sqlite:///x.db", experiment_id="1", run_id="r", by_rank=False)
     for given in (None, plan):
-        ranks = tracking.RankTracker(given)
+        ranks = tracking_rank.RankTracker(given)
         ranks.log(sample.event(loss=1.0))
         assert ranks.close(0.0)
 
@@ -353,6 +323,7 @@ def test_a_silent_server_costs_its_time_out(
     assert len(warnings_of(caplog)) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_costs_a_warning_per_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -361,22 +332,23 @@ def test_a_server_that_dies_costs_a_warning_per_kind(
     with mlflow_server(tmp_path, port) as uri:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
         run = tracking.open_run(plan.config, "first", tmp_path)
-        ranks = tracking.RankTracker(run.plan())
+        ranks = tracking_rank.RankTracker(run.plan(), "/runs/first")
     start = time.monotonic()
     for step in range(1, 50):
         ranks.log(sample.event(step=step, loss=1.0))
     run.log_start(plan)
-    assert not ranks.close(15.0)
-    assert not run.finish("FINISHED")
-    assert time.monotonic() - start < 90  # MLflow's own patience: minutes a call
+    assert not ranks.close(2.0)
+    assert not run.finish("FINISHED", patience_s=4.0)
+    assert time.monotonic() - start < 20  # MLflow's own patience: minutes a call
     told = warnings_of(caplog)
     assert len(told) == len(set(told))
     assert any("setting the status FINISHED (the run may be shown as RUNNING)" in t for t in told)
-    assert any("the last metrics could not be logged" in text for text in told)
+    assert any("the run lacks 49 values; `dbx-llmtrain log " in text for text in told)
+    assert any("the run lacks its status FINISHED, parameters, config.yaml" in t for t in told)
     # The same server comes back: what waited is sent, and the status is set after all.
     with mlflow_server(tmp_path, port):
         assert run.finish("FAILED", "no metrics")
-        assert ranks._sender.flush(always=True)
+        assert ranks.close()
         assert stored(run).info.status == "FAILED"
         assert len(history(run, "loss")) == 49
 
@@ -414,12 +386,13 @@ def test_a_new_store_leaves_the_users_logging_alone(tmp_path: Path) -> None:
     assert after == before
 
 
-def test_a_full_queue_loses_events_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_full_buffer_has_no_room_for_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     run = tracking_store.Run("http://127.0.0.1:9", "r")
     sender = tracking_sender.Sender(run, {})
     for step in range(tracking_sender.PENDING + 2):
         sender.add_metric(tracking_sender.Value("loss", 1.0, 0, step))
-    assert len(warnings_of(caplog)) == 1
+    assert sender.left_out() == tracking_sender.PENDING + 2
+    assert not warnings_of(caplog), "it is counted, and told at the end"
 
 
 def resumed(
@@ -467,7 +440,7 @@ def test_a_run_that_goes_on_is_the_same_mlflow_run(
     before = interrupted(tmp_path)
     assert stored(before).info.status == "FAILED"
     if kind == "http":  # there rank 0 logs the events
-        ranks = tracking.RankTracker(before.plan())
+        ranks = tracking_rank.RankTracker(before.plan())
         for step in (1, 2):
             ranks.log(sample.event(step=step, loss=4.0 - step))
         assert ranks.close()
@@ -501,6 +474,7 @@ def killed_run(tmp_path: Path, logged: list[Event]) -> tracking.DriverRun:
     run.log_start(run.attach(sample.run_plan(tmp_path / "first")))
     for event in logged:
         run.log_event(event)
+    assert run.wait(30.0)
     return run
 
 
@@ -515,6 +489,7 @@ def go_on(
     run.log_start(run.attach(sample.run_plan(folder, resume_from=checkpoint)))
     for event in events:
         run.log_event(event)
+    assert run.wait(30.0)
     return run
 
 
@@ -533,7 +508,7 @@ def test_what_a_killed_attempt_could_not_log_is_made_up_for(
     told.insert(4, sample.event("eval", step=4, eval_loss=2.5))
     before = killed_run(tmp_path, told[:2])
     if kind == "http":  # there rank 0 logs the events
-        ranks = tracking.RankTracker(before.plan())
+        ranks = tracking_rank.RankTracker(before.plan())
         for event in told[:2]:
             ranks.log(event)
         assert ranks.close()
@@ -587,7 +562,7 @@ def test_steps_that_are_done_again_are_logged_once(
     after = go_on(tmp_path, before, 2, again)
     if by_rank:
         for events in (first, again):
-            ranks = tracking.RankTracker(before.plan())
+            ranks = tracking_rank.RankTracker(before.plan())
             for event in events:
                 ranks.log(event)
             assert ranks.close()
@@ -631,7 +606,7 @@ def test_every_metric_has_one_value_at_the_last_step(
     plan = sample.run_plan(tmp_path / "first")
     with tracking.driver_run(plan) as run:
         run.log_start(run.attach(plan))
-        ranks = tracking.RankTracker(run.plan())
+        ranks = tracking_rank.RankTracker(run.plan())
         for event in events:
             run.log_event(event)
             ranks.log(event)
@@ -657,8 +632,10 @@ def test_a_gap_stays_for_the_next_call_while_the_store_is_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    sender = tracking_sender.Sender(tracking_store.Run(f"http://127.0.0.1:{free_port()}", "r"), {})
-    sender.fill([sample.event(step=1, loss=1.0)], 1)
+    run = tracking_store.Run(f"http://127.0.0.1:{free_port()}", "r")
+    sender = tracking_sender.Sender(run, {})
+    told = [sample.event(step=1, loss=1.0)]
+    assert run.attempt("filling", lambda client: sender.fill(client, told, 1)) == "down"
     assert sender.empty()
     assert len(warnings_of(caplog)) == 1
 
@@ -789,6 +766,7 @@ def test_a_refused_call_is_told_and_the_rest_goes_on(
     run.log_artifacts(tmp_path / "missing")
     run.set_tag("", "a tag without a name")
     run.log_event(sample.event(loss=1.0))
+    run.wait(30.0)
     assert len(warnings_of(caplog)) == 2
 
 
