@@ -11,6 +11,8 @@
     llm.preview(cfg)          # rows as the model sees them, and what is trained of them
     llm.prepare(cfg)          # tokenise and pack the data; train() finds the result
     result = llm.train(cfg)
+    llm.watch("/Volumes/.../first")           # a run from elsewhere, while it lasts and afterwards
+    llm.launch(function, 1, 2)                # a function of your own on every rank
 
 Names are imported when they are first used, so importing the package costs nothing and changes
 nothing. Warnings go to the logger ``dbx_llmtrain``; where no logging is set up, Python prints them.
@@ -22,18 +24,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dbx_llmtrain.api import (
-        evaluate,
-        export,
-        generate,
-        load,
-        plan,
-        prepare,
-        preview,
-        probe,
-        register,
-        train,
-    )
+    from dbx_llmtrain.api import launch, plan, prepare, preview, probe, train
+    from dbx_llmtrain.api_results import evaluate, export, generate, load, log, register, watch
     from dbx_llmtrain.config import TrainConfig
     from dbx_llmtrain.errors import (
         CheckpointError,
@@ -47,9 +39,10 @@ if TYPE_CHECKING:
         TrainingFailed,
     )
     from dbx_llmtrain.forecasts import Forecast
-    from dbx_llmtrain.outcomes import Evaluation, Exported, Generations, RegisteredModel
+    from dbx_llmtrain.outcomes import Evaluation, Exported, Generations, Logged, RegisteredModel
     from dbx_llmtrain.previewing import Preview
-    from dbx_llmtrain.records import Audit, ClusterReport, PreparedData, RunPlan, TrainResult
+    from dbx_llmtrain.records import Audit, PreparedData, RunPlan, TrainResult
+    from dbx_llmtrain.reports import ClusterReport
 
     __version__: str
 
@@ -65,6 +58,7 @@ __all__ = [
     "Forecast",
     "Generations",
     "LlmTrainError",
+    "Logged",
     "PreparedData",
     "Preview",
     "RegisteredModel",
@@ -79,28 +73,21 @@ __all__ = [
     "evaluate",
     "export",
     "generate",
+    "launch",
     "load",
+    "log",
     "plan",
     "prepare",
     "preview",
     "probe",
     "register",
     "train",
+    "watch",
 ]
 
 _HOMES = {
-    "api": (
-        "evaluate",
-        "export",
-        "generate",
-        "load",
-        "plan",
-        "prepare",
-        "preview",
-        "probe",
-        "register",
-        "train",
-    ),
+    "api": ("launch", "plan", "prepare", "preview", "probe", "train"),
+    "api_results": ("evaluate", "export", "generate", "load", "log", "register", "watch"),
     "config": ("TrainConfig",),
     "errors": (
         "CheckpointError",
@@ -114,9 +101,10 @@ _HOMES = {
         "TrainingFailed",
     ),
     "forecasts": ("Forecast",),
-    "outcomes": ("Evaluation", "Exported", "Generations", "RegisteredModel"),
+    "outcomes": ("Evaluation", "Exported", "Generations", "Logged", "RegisteredModel"),
     "previewing": ("Preview",),
-    "records": ("Audit", "ClusterReport", "PreparedData", "RunPlan", "TrainResult"),
+    "records": ("Audit", "PreparedData", "RunPlan", "TrainResult"),
+    "reports": ("ClusterReport",),
 }
 
 

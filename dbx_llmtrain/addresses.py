@@ -10,6 +10,8 @@ VOLUME = "/Volumes/catalog/schema/volume/..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one letter is a drive
 _PATHS = ("dbfs", "models")
 """Schemes that others deal with."""
+REGISTRY = "models:/"
+_REGISTERED = re.compile(r"models:/([^/@\s]+)(?:@([^/@\s]+)|/(\d+))")
 _NO_TABLES = ("file", "http", "https", "hf", "ftp")
 _OF_FILES = re.compile(
     r"[*?\[]|\.(jsonl?|csv|tsv|parquet|txt|arrow|avro|gz|zst|zip|bz2|xz)/?$", re.I
@@ -21,6 +23,13 @@ def scheme(path: str) -> str | None:
     found = _SCHEME.match(path)
     name = found[1].lower() if found else None
     return None if name in _PATHS else name
+
+
+def registered(source: str) -> tuple[str, str | None, str | None] | None:
+    """Name, alias and version of ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION``; ``None`` for
+    anything else."""
+    found = _REGISTERED.fullmatch(source)
+    return (found[1], found[2], found[3]) if found else None
 
 
 def may_be_table(path: str) -> bool:

@@ -32,6 +32,7 @@ _EPILOG = """Examples:
 
 \b
   dbx-llmtrain probe
+  dbx-llmtrain probe config.yaml --full
   dbx-llmtrain plan config.yaml train.learning_rate=1e-5
   dbx-llmtrain plan config.yaml --cluster 2x8xH100-80GB
   dbx-llmtrain preview config.yaml -n 5
@@ -43,6 +44,8 @@ _EPILOG = """Examples:
   dbx-llmtrain generate runs/first 'What is a list?'
   dbx-llmtrain export runs/first/checkpoints/step-00000200 exported
   dbx-llmtrain register runs/first main.ml.answers --alias champion
+  dbx-llmtrain log runs/first
+  dbx-llmtrain watch runs/first
 
 Settings are given as key.path=value and win over the file. Exit codes: 0 done, 1 the run
 failed, 2 bad configuration or input, 3 the cluster cannot run it; ended by a signal: 129 a
@@ -229,14 +232,33 @@ def plan(
 
 
 @cli.command(short_help="Show every node: GPUs, CPUs, memory, disk, versions.")
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@click.argument("overrides", nargs=-1, metavar="[KEY.PATH=VALUE]...")
+@click.option(
+    "--full",
+    is_flag=True,
+    help="Also every check that train makes, the ranks' network and the run folder.",
+)
 @shared_options
-def probe(master: str | None, conf: tuple[str, ...], as_json: bool) -> None:
-    """Show every node of the cluster: GPUs (by nvidia-smi), CPUs, memory, disk, versions.
+def probe(
+    config: Path | None,
+    overrides: tuple[str, ...],
+    full: bool,
+    master: str | None,
+    conf: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Show every node of the cluster: GPUs (by nvidia-smi), CPUs, memory, disk, versions. With
+    --full also what is wrong with it, for a run of CONFIG where that is given, and how fast hosts
+    talk; the exit code is 3 where something has to be changed.
 
     \b
     dbx-llmtrain probe
+    dbx-llmtrain probe config.yaml --full
     dbx-llmtrain probe --master 'local-cluster[2,1,1024]' --json
     """
+    cfg = TrainConfig.from_yaml(config, *overrides) if config is not None else None
     with output(as_json), spark_session(master, conf) as spark:
-        report = api.probe(spark=spark)
+        report = api.probe(cfg, full=full, spark=spark)
     echo(report, as_json)
+    return 3 if any(finding.level == "error" for finding in report.findings) else 0

@@ -1,4 +1,5 @@
-"""The shell commands for what a run has left: evaluate, generate, export, register."""
+"""The shell commands for what a run has left: evaluate, generate, export, register, log,
+watch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TextIO
 
 import click
 
-from dbx_llmtrain import api
+from dbx_llmtrain import api_results
 from dbx_llmtrain.cli_session import (
     as_json_option,
     as_typed,
@@ -64,7 +65,7 @@ def evaluate(
     with output(as_json), as_typed(model="--model"):
         evaluating.reach(evaluating.find(cfg, model), model)
         with spark_session(master, conf) as spark:
-            found = api.evaluate(cfg, model, spark=spark)
+            found = api_results.evaluate(cfg, model, spark=spark)
     if as_json:
         echo(found, as_json)
 
@@ -110,7 +111,7 @@ def generate(
     if not asked:
         raise click.UsageError("no prompt: give one, --file, or lines on standard input")
     with output(as_json), as_typed(**_GENERATE):
-        found = api.generate(
+        found = api_results.generate(
             path,
             asked,
             max_new_tokens=max_new_tokens,
@@ -145,7 +146,9 @@ def export(
     dbx-llmtrain export runs/first/checkpoints/step-00000200 exported --dtype bf16
     """
     with output(as_json), as_typed(**_EXPORT):
-        found = api.export(path, target, dtype=dtype, merge=not no_merge, push_to_hub=push_to_hub)
+        found = api_results.export(
+            path, target, dtype=dtype, merge=not no_merge, push_to_hub=push_to_hub
+        )
     echo(found, as_json)
 
 
@@ -161,11 +164,45 @@ def register(path: str, name: str, alias: str | None, as_json: bool) -> None:
     dbx-llmtrain register runs/first main.ml.answers --alias champion
     """
     with output(as_json), as_typed(model="PATH", name="NAME", alias="--alias"):
-        found = api.register(path, name, alias=alias)
+        found = api_results.register(path, name, alias=alias)
     echo(found, as_json)
 
 
-COMMANDS = (evaluate, generate, export, register)
+@click.command(short_help="Show a run while it lasts, and afterwards.")
+@click.argument("run_dir")
+@click.option("--once", is_flag=True, help="Show it as it is now, and end.")
+@as_json_option
+def watch(run_dir: str, once: bool, as_json: bool) -> None:
+    """Show the run in RUN_DIR, from any machine that sees the folder, until it ends or Ctrl-C is
+    pressed, which is nothing to the run. --json prints the state of now.
+
+    \b
+    dbx-llmtrain watch runs/first
+    dbx-llmtrain watch runs/first --once
+    """
+    with as_typed(run_dir="RUN_DIR"):
+        if once or as_json:
+            echo(api_results.watch(run_dir, once=True), as_json)
+        else:
+            api_results.watch(run_dir)
+
+
+@click.command(short_help="Send to MLflow what it lacks of a run.")
+@click.argument("run_dir")
+@as_json_option
+def log(run_dir: str, as_json: bool) -> None:
+    """Send to MLflow what it lacks of the run in RUN_DIR, which is over: where the tracking server
+    was away, or the driver was killed. A second call sends nothing.
+
+    \b
+    dbx-llmtrain log runs/first
+    """
+    with output(as_json):
+        found = api_results.log(run_dir)
+    echo(found, as_json)
+
+
+COMMANDS = (evaluate, generate, export, register, log, watch)
 
 
 def _lines(file: TextIO | None, *, alone: bool) -> list[str]:

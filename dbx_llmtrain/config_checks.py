@@ -31,10 +31,6 @@ _TAKEN_NAMES = ("mlflow.db", "mlartifacts")
 # nobody's setting is ignored. Key: dotted path, or path=value for one value of a live field.
 _LATER: dict[str, str] = {
     "train.profile": "run a profiler on the rank by hand",
-    "tracking.system_metrics": "use the cluster's own metrics",
-    "cluster.debug": "look into the run folder's logs",
-    "cluster.max_restarts": "run again with the same tracking.run_name to go on",
-    "cluster.stall_timeout": "collectives time out after 10 minutes",
 }
 MAPPINGS = ("env", "tags", "columns", "config", "lora")
 """Fields whose keys are the user's own."""
@@ -55,7 +51,6 @@ _WHOLE = {
 }
 _OWN_DEEPSPEED = ("parallel", "config")
 """Not checked by its keys here: those are DeepSpeed's."""
-_LATER_SCHEMES = ("models:/",)
 _DEEPSPEED_OPTIMIZER = frozenset(("type", "params"))
 """Keys of DeepSpeed's ``optimizer``, by which it is told from ours."""
 
@@ -162,10 +157,6 @@ def not_yet(path: str, value: Any) -> Problem | None:
         if key in _LATER:
             what = key if "=" not in key else f"{value!r}"
             return Problem(path, f"{what} is not available in this version: {_LATER[key]}")
-    if path == "model.source" and isinstance(value, str):
-        for scheme in _LATER_SCHEMES:
-            if value.startswith(scheme):
-                return Problem(path, f"{scheme} sources are not available in this version")
     return None
 
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from dbx_llmtrain.display import Page, Table, many, number, page_html, page_text, size
 
 if TYPE_CHECKING:
-    from dbx_llmtrain.outcomes import Evaluation, Exported, Generations, RegisteredModel, Sample
+    from dbx_llmtrain.outcomes import (
+        Evaluation,
+        Exported,
+        Generations,
+        Logged,
+        RegisteredModel,
+        Sample,
+    )
 
 _CUT = "cut at its longest"
 
@@ -53,6 +60,26 @@ def registered_text(found: RegisteredModel) -> str:
 def registered_html(found: RegisteredModel) -> str:
     """The same for a notebook."""
     return page_html(_registered(found))
+
+
+def logged_text(found: Logged) -> str:
+    """How much was sent, and where it is."""
+    return page_text(_logged(found))
+
+
+def logged_html(found: Logged) -> str:
+    """The same for a notebook."""
+    return page_html(_logged(found))
+
+
+def _logged(found: Logged) -> Page:
+    sent = many(found.values, "value") if found.values else "nothing: it had all of them"
+    facts = [
+        ("MLflow run", f"{found.run_id}, {found.status}{' (new)' if found.created else ''}"),
+        ("sent", sent),
+        ("see it", found.page),
+    ]
+    return Page(f"Logged {found.run_dir}", (Table((), tuple(facts)),))
 
 
 def _evaluation(found: Evaluation) -> Page:

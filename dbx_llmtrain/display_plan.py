@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dbx_llmtrain.addresses import REGISTRY
 from dbx_llmtrain.display import (
     Page,
     Table,
@@ -17,7 +18,7 @@ from dbx_llmtrain.display import (
     page_text,
 )
 from dbx_llmtrain.forecasts import Decision, Forecast, StrategyRow, TimeEstimate, strategy_name
-from dbx_llmtrain.records import RunPlan
+from dbx_llmtrain.records import ModelInfo, RunPlan
 
 _NAMED_BY_TIME = " (without tracking.run_name every call names it by its time)"
 _NAMED_BY_JOB = " (named by the job: its retries and repairs go on in it)"
@@ -65,7 +66,10 @@ def _plan(plan: RunPlan) -> Page:
     place = "the driver's machine" if plan.local_mode else "Spark executors"
     name = strategy_name(plan.parallel) if plan.parallel.kind != "auto" else plan.strategy
     facts: list[tuple[str, ...]] = [
-        ("model", f"{model.source} ({model.model_type}, {size_of_model} parameters)"),
+        (
+            "model",
+            f"{model.source}{_revision(model)} ({model.model_type}, {size_of_model} parameters)",
+        ),
         ("data", f"{number(plan.examples)} examples of {_sources(data.sources)}, {data.format}"),
         ("ranks", f"{plan.world_size} on {place}, {device}, {name}, {plan.precision}"),
         ("step", _step(plan)),
@@ -228,6 +232,14 @@ def _evaluation(plan: RunPlan) -> str:
         return f"{rows} before the first step{often} and after the last"
     most = many(train.eval_max_rows, "example")
     return f"{rows} after the last step; of each set at most {most} before the first{often}"
+
+
+def _revision(model: ModelInfo) -> str:
+    """The version that a registered model's name stands for, or the commit of one of the hub."""
+    if model.revision is None:
+        return ""
+    kind = "version" if model.source.startswith(REGISTRY) else "at"
+    return f", {kind} {model.revision[:12]}"
 
 
 def _sources(sources: dict[str, str]) -> str:

@@ -2,8 +2,8 @@
 
 Kinds: ``phase`` (what it is about to do), ``started``, ``step``, ``eval``, ``samples``,
 ``checkpoint``, ``export``, ``failed``, ``finished``. Rank 0 numbers its events within an attempt;
-they are the log. What is not numbered only says where a rank is, over the channel, and is written
-nowhere.
+they are the log. What is not numbered (``alive`` and what other ranks say) only tells where a rank
+is, over the channel, and is no part of the log.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dbx_llmtrain.records import Record
+from dbx_llmtrain.reports import Record
 from dbx_llmtrain.storage import GrowingFile
 
 EVENTS_FILE = "events.jsonl"
 
 Kind = Literal[
     "phase",
+    "alive",
     "started",
     "step",
     "eval",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from dbx_llmtrain import lora_fields, optimizers, zero_config
+from dbx_llmtrain import addresses, lora_fields, optimizers, zero_config
 from dbx_llmtrain.errors import Problem
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -35,6 +35,8 @@ def parallel_problems(sections: Mapping[str, Any]) -> list[Problem]:
 def _source(model: Any) -> list[Problem]:
     """Where the model comes from."""
     problems = _tokens(model.new_tokens)
+    if model.source.startswith(addresses.REGISTRY):
+        return [*problems, *_registered(model)]
     if model.source.strip():
         return problems
     if "source" in model.model_fields_set:
@@ -57,6 +59,21 @@ def _source(model: Any) -> list[Problem]:
         problems.append(
             Problem("model.tokenizer", "missing: a model that model.config defines has none")
         )
+    return problems
+
+
+def _registered(model: Any) -> list[Problem]:
+    """A version in MLflow's registry."""
+    problems = []
+    if addresses.registered(model.source) is None:
+        message = (
+            "expected models:/NAME@ALIAS or models:/NAME/VERSION (NAME is catalog.schema.model in "
+            f"Unity Catalog, VERSION a number), found {model.source[:120]!r}"
+        )
+        problems.append(Problem("model.source", message))
+    if model.revision is not None:
+        message = "is for models of the hub: a registered model's version or alias is in its source"
+        problems.append(Problem("model.revision", message))
     return problems
 
 

@@ -72,9 +72,11 @@ class ModelConfig(Section):
     section: ClassVar[str] = "model"
 
     source: str = ""
-    """Hugging Face hub id, folder (also ``/Volumes/...``, ``dbfs:/...``), ``.gguf`` file, or
-    ``package:NAME/FILE``: a file or folder of an installed Python package. May be left out where
-    ``config`` defines the model (with ``init: random`` and a ``tokenizer``)."""
+    """Hugging Face hub id, folder (also ``/Volumes/...``, ``dbfs:/...``), ``.gguf`` file,
+    ``models:/NAME@ALIAS`` or ``models:/NAME/VERSION`` in MLflow's registry (Unity Catalog:
+    ``models:/catalog.schema.name@alias``), or ``package:NAME/FILE``: a file or folder of an
+    installed Python package. May be left out where ``config`` defines the model (with ``init:
+    random`` and a ``tokenizer``)."""
 
     revision: str | None = None
     """Branch, tag or commit of a hub model; resolved to a commit that the plan records."""

@@ -8,7 +8,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from dbx_llmtrain.records import Record
+from dbx_llmtrain.errors import Cause
+from dbx_llmtrain.records import FileEntry
+from dbx_llmtrain.reports import Record
 
 KIND, DATA_FORMAT, RUN_DIR, CHECKPOINT = "kind", "data_format", "run_dir", "checkpoint"
 """Entries of the manifest of an exported folder: ``export`` or ``adapter``, the format of the rows
@@ -137,14 +139,38 @@ class RegisteredModel(Record):
         return registered_html(self)
 
 
+class Logged(Record):
+    """What ``log`` has sent to MLflow: so many ``values`` of metrics that the run lacked, 0 where
+    it had them all. ``created``: the folder had no run there before. ``page`` shows it."""
+
+    run_dir: str
+    run_id: str
+    tracking_uri: str
+    status: str
+    values: int
+    created: bool
+    page: str
+
+    def __repr__(self) -> str:
+        from dbx_llmtrain.display_outcomes import logged_text
+
+        return logged_text(self)
+
+    __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        from dbx_llmtrain.display_outcomes import logged_html
+
+        return logged_html(self)
+
+
 class RankRecord(Record):
     """How one rank ended, in ``logs/rank-NNNNN.json`` of the run folder.
 
     ``time`` is seconds since the epoch on the rank's clock; ``result`` is rank 0's outcome.
     ``stopped`` marks a rank that was well until it was told to end (another one had failed, or the
     run was cancelled). ``step`` counts the optimizer steps that are done, ``None`` before all is
-    set up. ``cause`` is ``out_of_memory`` or ``configuration`` (a ``ConfigError``) where that is
-    what went wrong.
+    set up; ``phase`` is what it was about to do. ``cause`` is what went wrong, where that is known.
     """
 
     attempt: str
@@ -157,7 +183,8 @@ class RankRecord(Record):
     stopped: bool = False
     step: int | None = None
     exit_code: int | None = None
-    cause: Literal["", "out_of_memory", "configuration"] = ""
+    phase: str = ""
+    cause: Cause = ""
     error: str = ""
     traceback: str = ""
     log_tail: str = ""
@@ -175,6 +202,8 @@ class RankResult(Record):
     best_checkpoint: str | None = None
     best_model_path: str | None = None
     stop_reason: str = ""
+    value: FileEntry | None = None
+    """Of a function that ``launch`` ran: the file in the run folder that has what it returned."""
 
 
 RankRecord.model_rebuild()

@@ -26,6 +26,7 @@ from dbx_llmtrain.forecasts import Decision, Forecast, StrategyRow, TimeEstimate
 from dbx_llmtrain.layout import (
     Layout,
     Place,
+    check_disks,
     choose_layout,
     choose_precision,
     find_place,
@@ -33,7 +34,8 @@ from dbx_llmtrain.layout import (
     memory_decision,
 )
 from dbx_llmtrain.model_sections import ParallelConfig
-from dbx_llmtrain.records import ClusterReport, GpuInfo, ModelInfo, PreparedData, RunPlan
+from dbx_llmtrain.records import ModelInfo, PreparedData, RunPlan
+from dbx_llmtrain.reports import ClusterReport, GpuInfo
 
 _TOLERANCE = 0.15
 """Of an estimate of memory: a strategy that was asked for is only refused where it lacks more."""
@@ -71,7 +73,9 @@ def make_plan(
     check_length(cfg, model)
     if cfg.data.eval is not None or any(role.startswith("eval") for role in data.sources):
         milestones.check_held_out(cfg, data.eval_splits)  # no row may be left of them
-    place, gpus = find_place(layout, cluster), gpus_of(layout, cluster)
+    artifacts = (model.artifact, data.artifact)
+    check_disks(layout, cluster, artifacts)
+    place, gpus = find_place(layout, cluster, artifacts), gpus_of(layout, cluster)
     case = _case(cfg, model, data, place, precision)
     picked = _pick(cfg, place, case)
     batch = batches.cut_batch(cfg, layout.processes, picked.micro, picked.why_micro)

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import Field
 
-from dbx_llmtrain.records import Audit, Record, SplitInfo
+from dbx_llmtrain.records import Audit, SplitInfo
+from dbx_llmtrain.reports import Record
 from dbx_llmtrain.text.pieces import Piece
 
 

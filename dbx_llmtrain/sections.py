@@ -253,6 +253,10 @@ class TrackingConfig(Section):
     tensorboard: bool = False
     """Also write TensorBoard event files, to ``tensorboard`` in the run folder."""
 
+    system_metrics: bool = False
+    """Also log CPU, memory, disk, network and GPU use of every node to the MLflow run, each under
+    the node's name."""
+
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """How staging, preparing and training are shown while they last. ``auto``: a ``bar`` in a
     notebook or terminal, else ``lines`` now and then."""
@@ -281,6 +285,22 @@ class ClusterConfig(Section):
 
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of every rank. No secrets: those are taken from the driver's environment."""
+
+    max_restarts: NonNegativeInt = 0
+    """How often a run goes on by itself from its last checkpoint after a node, an executor or a
+    connection was lost. The same fault at the same step is never tried again."""
+
+    min_processes: PositiveInt | None = None
+    """Restarted with fewer ranks where nodes are gone, down to so many; the global batch stays.
+    Unset: only with as many ranks as before."""
+
+    stall_timeout: Positive = 600.0
+    """Seconds without any progress of any rank after which a run is ended, with the stacks of its
+    ranks in the run folder."""
+
+    debug: bool = False
+    """Print the layout and the environment (without secrets) into every rank's log, and have NCCL
+    and torch.distributed say what they do."""
 
 
 SECTIONS: dict[str, type[Section]] = {

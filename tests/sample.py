@@ -11,16 +11,14 @@ from dbx_llmtrain.forecasts import Decision
 from dbx_llmtrain.records import (
     Artifact,
     Audit,
-    ClusterReport,
     FileEntry,
-    GpuInfo,
     ModelInfo,
-    NodeReport,
     PreparedData,
     RunPlan,
     SplitInfo,
     TrainResult,
 )
+from dbx_llmtrain.reports import ClusterReport, GpuInfo, NodeReport
 
 GIB = 2**30
 

@@ -35,7 +35,7 @@ from dbx_llmtrain.driver import (
 )
 from dbx_llmtrain.errors import ConfigError, LlmTrainError, Problem, together
 from dbx_llmtrain.layout import BESIDE, Layout, choose_layout
-from dbx_llmtrain.records import ClusterReport
+from dbx_llmtrain.reports import ClusterReport
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

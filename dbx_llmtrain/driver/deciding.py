@@ -17,6 +17,7 @@ from dbx_llmtrain.driver import (
     survey,
 )
 from dbx_llmtrain.driver import prepare as preparing
+from dbx_llmtrain.layout import BESIDE
 from dbx_llmtrain.records import ModelInfo, PreparedData, RunPlan
 
 if TYPE_CHECKING:
@@ -89,9 +90,11 @@ def model_and_data(
     weights: bool = True,
 ) -> tuple[ModelInfo, PreparedData]:
     """Resolve the model, prepare the data; what is wrong shows before it costs a download."""
-    objective = cfg.data.objective
+    objective, runs = cfg.data.objective, storage.local_path(cfg.checkpoint.dir or BESIDE)
     with run_folder.tidied(cache):
-        model = sources.resolve_model(cfg.model, cache, objective=objective, weights=weights)
+        model = sources.resolve_model(
+            cfg.model, cache, objective=objective, weights=weights, runs=runs
+        )
         planning.check_length(cfg, model)
         with shown.rows() as count:
             prepared = preparing.prepare_data(

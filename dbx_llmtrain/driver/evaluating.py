@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dbx_llmtrain import addresses, batches, layout, lora_fields, resuming, storage
 from dbx_llmtrain.config import TrainConfig
-from dbx_llmtrain.driver import deciding, hub, inputs, run_folder, sources
+from dbx_llmtrain.driver import deciding, hub, inputs, registered, run_folder, sources
 from dbx_llmtrain.driver.run_folder import PLAN, RunFolder
 from dbx_llmtrain.errors import CheckpointError, ConfigError, Problem
 from dbx_llmtrain.events import EVENTS_FILE, read_events
@@ -84,13 +84,17 @@ def find(cfg: TrainConfig, model: TrainResult | str | Path | None) -> Target:
 
 
 def reach(target: Target, model: TrainResult | str | Path | None) -> None:
-    """Raise ``ConfigError`` where ``model`` is a hub id, and the hub does not have it or cannot be
-    reached: asked before anything is started."""
+    """Raise ``ConfigError`` where ``model`` is a hub id or a registered model, and the hub or the
+    registry does not have it or cannot be reached: asked before anything is started."""
     source = target.cfg.model.source
     if model is None or source != str(model) or storage.local_path(source).exists():
         return
     try:
-        hub.check_there(source)
+        if registered.is_registered(source):
+            runs = storage.local_path(target.cfg.checkpoint.dir or layout.BESIDE)
+            registered.check_there(source, runs)
+        else:
+            hub.check_there(source)
     except ConfigError as error:
         raise _refuse(error.problems[0].message) from error
 
@@ -238,19 +242,26 @@ def decide(
 
 def tags(target: Target) -> dict[str, str]:
     """Of the MLflow run, beside those of every run."""
-    return {"dbx_llmtrain.purpose": "evaluate", "dbx_llmtrain.evaluated": target.told}
+    return tags_of(target.told)
+
+
+def tags_of(model: str) -> dict[str, str]:
+    """The same, of a model as its evaluation names it."""
+    return {"dbx_llmtrain.purpose": "evaluate", "dbx_llmtrain.evaluated": model}
 
 
 def make_plan(
     target: Target, case: Survey, folder: RunFolder, model: ModelInfo, data: PreparedData
 ) -> RunPlan:
     """How the ranks evaluate. Raises ``CheckpointError`` for the checkpoint of another model, and
-    ``ConfigError`` where the data have left no row to evaluate."""
+    ``ConfigError`` where the data have left no row to evaluate, or a disk has no room."""
     cfg, ranks = target.cfg, case.layout.processes
     if not data.eval_splits and "test" not in data.splits:
         raise ConfigError([Problem("data.eval", "no row is left to evaluate: hold out more")])
     precision, why = layout.choose_precision(cfg, case.report, case.layout)
-    place = layout.find_place(case.layout, case.report)
+    artifacts = (model.artifact, data.artifact)
+    layout.check_disks(case.layout, case.report, artifacts)
+    place = layout.find_place(case.layout, case.report, artifacts)
     parallel, reason = _parallel(cfg, place, model)
     decisions = (
         *case.layout.decisions,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from dbx_llmtrain import planning
+from dbx_llmtrain import planning, storage
 from dbx_llmtrain.config import TrainConfig
 from dbx_llmtrain.custom_code import private_modules
 from dbx_llmtrain.driver import (
@@ -21,8 +21,8 @@ from dbx_llmtrain.driver.model_files import tokenizer_files
 from dbx_llmtrain.errors import ConfigError, LlmTrainError, Problem, together
 from dbx_llmtrain.forecasts import Forecast
 from dbx_llmtrain.hardware import describe_cluster
-from dbx_llmtrain.layout import choose_layout
-from dbx_llmtrain.records import ClusterReport
+from dbx_llmtrain.layout import BESIDE, choose_layout
+from dbx_llmtrain.reports import ClusterReport
 
 
 def refuse_others(**given: object) -> None:
@@ -55,7 +55,8 @@ def forecast(cfg: TrainConfig, cluster: str) -> Forecast:
     except ConfigError as error:
         found.append(error)
     try:
-        outline = outlines.outline(cfg.model, objective=cfg.data.objective)
+        runs = storage.local_path(cfg.checkpoint.dir or BESIDE)
+        outline = outlines.outline(cfg.model, objective=cfg.data.objective, runs=runs)
         planning.check_positions(cfg, outline.positions, outline.shape.model_type)
         _check_parts(cfg)
     except ConfigError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dbx_llmtrain.driver import adapters, gguf_header, hub, sources
+from dbx_llmtrain.driver import adapters, gguf_header, hub, registered, sources
 from dbx_llmtrain.driver.model_changes import blamed, changed
 from dbx_llmtrain.driver.model_config import load_config, positions_of, shape_of
 from dbx_llmtrain.driver.model_files import refuse
@@ -28,15 +28,16 @@ class Outline:
     positions: int | None
 
 
-def outline(config: ModelConfig, *, objective: str = "sft") -> Outline:
+def outline(config: ModelConfig, *, objective: str = "sft", runs: Path | None = None) -> Outline:
     """What the model's configuration tells. Of a hub model only ``config.json`` is
-    downloaded (and its code, where that is trusted), of a ``.gguf`` file the header is read.
+    downloaded (and its code, where that is trusted), of one in MLflow's registry (``runs``: see
+    ``sources.resolve_model``) all but the weights, of a ``.gguf`` file the header is read.
 
     Raises ``ConfigError`` for a model that is not there or cannot be trained.
     """
     name = config.source or "model.config"
     with tempfile.TemporaryDirectory(prefix="dbx_llmtrain-") as temporary:
-        found = _folder(config, Path(temporary))
+        found = _folder(config, Path(temporary), runs)
         folder = found
         if config.config or not config.source:
             folder = Path(temporary)
@@ -52,11 +53,14 @@ def outline(config: ModelConfig, *, objective: str = "sft") -> Outline:
         return Outline(name, shape, positions_of(loaded))
 
 
-def _folder(config: ModelConfig, temporary: Path) -> Path:
+def _folder(config: ModelConfig, temporary: Path, runs: Path | None) -> Path:
     """A folder with the model's ``config.json``."""
     if not config.source:
         return temporary
     path = sources.find_model(config)
+    if path is None and registered.is_registered(config.source):
+        registered.fetch_config(config.source, temporary / "registered", runs)
+        return temporary / "registered"
     if path is None:
         hub.fetch_config(
             config.source, config.revision, temporary, trusted=config.trust_remote_code

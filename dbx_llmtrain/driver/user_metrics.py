@@ -65,8 +65,9 @@ def ship(plan: RunPlan, function: Metrics | None) -> RunPlan:
     return plan.model_copy(update={"metrics": entry})
 
 
-def pickled(function: Metrics) -> bytes:
-    """The function as bytes that a rank can load which has none of the user's modules."""
+def pickled(function: Any, path: str = _PATH) -> bytes:
+    """A function (or what holds some) as bytes that a rank can load which has none of the user's
+    modules. Raises ``ConfigError``, whose problem is ``path``'s."""
     import cloudpickle
 
     with _own_by_value(cloudpickle):
@@ -76,7 +77,8 @@ def pickled(function: Metrics) -> bytes:
             # Whatever an object's own __reduce__ raises.
             raise _refuse(
                 f"the function cannot be sent to the ranks ({type(error).__name__}: {error}): let "
-                "it use plain values only, and make other objects inside it"
+                "it use plain values only, and make other objects inside it",
+                path,
             ) from error
 
 
@@ -106,5 +108,5 @@ def _is_own(name: str, module: Any, installed: tuple[str, ...]) -> bool:
     return bool(file) and not of_ours and not str(file).startswith(installed)
 
 
-def _refuse(message: str) -> ConfigError:
-    return ConfigError([Problem(_PATH, message)])
+def _refuse(message: str, path: str = _PATH) -> ConfigError:
+    return ConfigError([Problem(path, message)])

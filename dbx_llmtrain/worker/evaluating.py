@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from dbx_llmtrain import storage
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.worker import reporting
-from dbx_llmtrain.worker.world import launcher_environment, open_world
+from dbx_llmtrain.worker import debugging, handover, reporting, usage
+from dbx_llmtrain.worker.watch import collective_timeout
+from dbx_llmtrain.worker.world import gathered, launcher_environment, open_world
 
 if TYPE_CHECKING:
     from dbx_llmtrain.worker.jobs import Job
@@ -26,13 +27,20 @@ def run(plan: RunPlan) -> RankResult:
     rank = int(launcher_environment(os.environ).get("RANK", "0"))
     with (
         reporting.reporting(plan, rank) as report,
+        gathered() as met,
         folders.scratch_folder(plan, rank) as scratch,
     ):
         report.phase("looking for model and data")
         staged = folders.stage(plan, scratch)
         report.phase("waiting for all ranks")
-        with open_world(use_gpu=plan.use_gpu) as world:
+        limit = collective_timeout(plan)
+        with (
+            open_world(use_gpu=plan.use_gpu, timeout_s=limit, met=met) as world,
+            usage.sampled(plan, world, report.used),
+        ):
             report.phase("loading the model")
+            if plan.config.cluster.debug:
+                handover.for_log(debugging.of_ranks(world.nodes, world.device))
             fill = weights.Fill(plan, staged.model, world)
             network = lora.adapt(fill.build(), plan)
             compute.prepare(network, plan)

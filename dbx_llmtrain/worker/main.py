@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dbx_llmtrain import logs
-from dbx_llmtrain.errors import ConfigError
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import RunPlan
-from dbx_llmtrain.worker import caches, reporting, requests, torchrun
-from dbx_llmtrain.worker.world import launcher_environment, leave_process, open_world
+from dbx_llmtrain.worker import caches, debugging, handover, reporting, torchrun, usage
+from dbx_llmtrain.worker.watch import collective_timeout
+from dbx_llmtrain.worker.world import gathered, launcher_environment, leave_process, open_world
 
 
 def run(plan: RunPlan) -> RankResult:
@@ -42,6 +42,7 @@ def run(plan: RunPlan) -> RankResult:
     rank = int(launcher_environment(os.environ).get("RANK", "0"))
     with (
         reporting.reporting(plan, rank) as report,
+        gathered() as met,
         folders.scratch_folder(plan, rank) as scratch,
         zero_ops.offloading(plan, rank, tell=report.phase),
     ):
@@ -49,8 +50,14 @@ def run(plan: RunPlan) -> RankResult:
         staged = folders.stage(plan, scratch)
         ends = generation.check_generation_config(staged.model, plan.data.end_tokens)
         report.phase("waiting for all ranks")
-        with open_world(use_gpu=plan.use_gpu) as world:
+        limit = collective_timeout(plan)
+        with (
+            open_world(use_gpu=plan.use_gpu, timeout_s=limit, met=met) as world,
+            usage.sampled(plan, world, report.used),
+        ):
             report.phase(session.LOADING)
+            if plan.config.cluster.debug:
+                handover.for_log(debugging.of_ranks(world.nodes, world.device))
             fill = weights.Fill(plan, staged.model, world)
             network = lora.adapt(fill.build(), plan)
             notes = compute.prepare(network, plan)
@@ -83,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
         sys.stderr.write("usage: python -m dbx_llmtrain.worker.main plan.json\n")
         return 2
-    with reporting.handed_over():
+    with handover.handed_over():
         plan = RunPlan.model_validate_json(Path(argv[0]).read_text(encoding="utf-8"))
         torchrun.become_launcher(plan.world_size, argv[0])
         _set_up(plan)
@@ -111,15 +118,5 @@ def _set_up(plan: RunPlan) -> None:
         logging.set_verbosity(logs.of_libraries(plan.config.tracking.log_level))
 
 
-def _code(argv: Sequence[str]) -> int:
-    """``main`` for a process. The words of a ``ConfigError`` say it all, as do those of a rank that
-    was stopped: its traceback is for the log alone where there is one."""
-    try:
-        return main(argv)
-    except (ConfigError, requests.Stopped) as error:
-        reporting.say_failure(error)
-        return 1 if isinstance(error, ConfigError) else requests.STOPPED_CODE
-
-
 if __name__ == "__main__":
-    leave_process(_code(sys.argv[1:]))
+    leave_process(handover.exit_code(lambda: main(sys.argv[1:])))

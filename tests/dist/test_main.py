@@ -24,6 +24,7 @@ from dbx_llmtrain.events import Event, read_events
 from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.text.prepared import Example
 from dbx_llmtrain.tracking import METRICS
+from dbx_llmtrain.worker import copies
 from dbx_llmtrain.worker.main import main, run
 from tests import tiny
 from tests.dist import plans
@@ -32,6 +33,11 @@ from tests.dist.launch import TIMEOUT, two_ranks
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
+TIMED = {
+    *("tokens_per_second", "seconds_per_step", "memory_bytes", "data_wait_seconds"),
+    *("slowest_rank", "slowest_rank_seconds", "median_rank_seconds"),
+}
+"""Metrics of a step that are of the clock."""
 STRATEGIES = ("ddp", "fsdp")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "momentum": 0.5}, "learning_rate": 1.0},
@@ -107,7 +113,7 @@ def unlike(folder: Path) -> tuple[RunPlan, RunPlan]:
     weights = load_file(staged / "model.safetensors")
     weights["model.norm.weight"][3] += 1e-3
     save_file(weights, staged / "model.safetensors", metadata={"format": "pt"})
-    (staged / ".staged").touch()
+    copies.mark(staged)
     return first, second
 
 
@@ -165,15 +171,18 @@ def test_c83_a_run_that_was_resumed_in_the_middle_of_an_epoch_is_the_same_run(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_c83_a_resumed_run_reports_the_same_numbers(ranks: dict[str, Any], strategy: str) -> None:
     whole, rest = ranks["plans"][strategy]
-    timed = {"tokens_per_second", "seconds_per_step", "memory_bytes"}
     first, second = (
         {
-            (event.step, event.kind): {k: v for k, v in event.metrics.items() if k not in timed}
+            (event.step, event.kind): {k: v for k, v in event.metrics.items() if k not in TIMED}
             for event in events(plan)
             if event.kind in ("step", "eval")
         }
         for plan in (whole, rest)
     )
+    for event in events(whole, "step"):
+        assert event.metrics["slowest_rank"] in (0.0, 1.0)
+        assert 0 < event.metrics["median_rank_seconds"] <= event.metrics["slowest_rank_seconds"]
+        assert [len(event.data[name]) for name in ("rank_seconds", "rank_data_seconds")] == [2, 2]
     assert sorted(first) == [
         (0, "eval"), *((step, "step") for step in (1, 2)), (3, "eval"), (3, "step"), (4, "step"),
         (5, "step"), (6, "eval"), (6, "step"), (7, "step"), (8, "eval"), (8, "step"),

@@ -16,7 +16,11 @@ from tests.spark import spark_env
 
 README = PAGES[0]
 
-DOCS = [page for page in PAGES if page.name in ("checkpoints.md", "evaluation.md", "export.md")]
+DOCS = [
+    page
+    for page in PAGES
+    if page.name in ("checkpoints.md", "evaluation.md", "export.md", "launch.md", "tracking.md")
+]
 
 PROGRAM = """
 import json, sys
@@ -110,6 +114,7 @@ spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "fals
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_what_the_pages_about_results_show_runs(tmp_path: Path) -> None:
     """On the run ``first`` of a model that is tiny, with a configuration that holds rows out."""
@@ -118,8 +123,12 @@ def test_what_the_pages_about_results_show_runs(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(CONFIG, encoding="utf-8")
     first = ["train", "config.yaml", "tracking.run_name=first", "--master", "local[2]"]
     lines = [first, *(line for line in commands("dbx-llmtrain", *DOCS) if line[0] != "train")]
-    assert {line[0] for line in lines} == {"train", "evaluate", "export", "generate", "register"}
-    places = {"/Volumes/main/ml/runs/second-try": str(tmp_path / "runs" / "first")}
+    shown = {"train", "evaluate", "export", "generate", "log", "register"}
+    assert {line[0] for line in lines} == shown
+    places = {
+        "/Volumes/main/ml/runs/second-try": str(tmp_path / "runs" / "first"),
+        '"/Volumes/main/ml/runs"': repr(str(tmp_path / "runs")),
+    }
     code = [SESSION, *ours(*DOCS)]
     for theirs, here in places.items():
         code = [block.replace(theirs, here) for block in code]

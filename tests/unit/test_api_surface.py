@@ -24,6 +24,7 @@ EXPORTED = [
     "Forecast",
     "Generations",
     "LlmTrainError",
+    "Logged",
     "PreparedData",
     "Preview",
     "RegisteredModel",
@@ -38,13 +39,16 @@ EXPORTED = [
     "evaluate",
     "export",
     "generate",
+    "launch",
     "load",
+    "log",
     "plan",
     "prepare",
     "preview",
     "probe",
     "register",
     "train",
+    "watch",
 ]
 
 FIELDS = """
@@ -65,8 +69,9 @@ checkpoint.dir checkpoint.every checkpoint.every_minutes checkpoint.keep_last ch
 checkpoint.metric checkpoint.metric_mode checkpoint.export checkpoint.resume
 tracking.experiment tracking.run_name tracking.tags tracking.log_model tracking.register_as
 tracking.log_checkpoints
-tracking.tensorboard tracking.progress tracking.log_level
+tracking.tensorboard tracking.system_metrics tracking.progress tracking.log_level
 cluster.processes cluster.use_gpu cluster.local_mode cluster.local_dir cluster.env
+cluster.max_restarts cluster.min_processes cluster.stall_timeout cluster.debug
 """.split()
 
 
@@ -110,7 +115,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 
 def test_commands() -> None:
-    later = ["evaluate", "export", "generate", "register"]
+    later = ["evaluate", "export", "generate", "log", "register", "watch"]
     assert sorted(cli.cli.commands) == sorted(
         ["plan", "prepare", "preview", "probe", "train", *later]
     )

@@ -22,7 +22,7 @@ from dbx_llmtrain.errors import (
     Problem,
     together,
 )
-from dbx_llmtrain.records import ClusterReport, NodeReport
+from dbx_llmtrain.reports import ClusterReport, NodeReport
 from tests import tiny
 
 

@@ -30,7 +30,8 @@ def test_help_has_examples_and_the_exit_codes(capsys: pytest.CaptureFixture[str]
         text = capsys.readouterr().out
         assert f"dbx-llmtrain {command}" in text
         assert "--json" in text
-        assert ("--master" in text) == (command not in ("generate", "export", "register"))
+        alone = ("generate", "export", "register", "log", "watch")
+        assert ("--master" in text) == (command not in alone)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +174,7 @@ def test_a_session_whose_jvm_is_gone_is_stopped_quietly() -> None:
 def test_ctrl_c_is_code_130(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stop(**_: object) -> None:
+    def stop(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(cli.api, "probe", stop)

@@ -250,9 +250,13 @@ def test_what_a_later_version_builds_is_refused_by_name(key: str) -> None:
     assert "is not available in this version: " in found[path]
 
 
-def test_a_model_of_a_later_version_is_refused() -> None:
-    found = problems(with_field("model.source", "models:/name@champion"))
-    assert "not available in this version" in found["model.source"]
+def test_registered_models_have_an_alias_or_a_version() -> None:
+    for source in ("models:/main.ml.name@champion", "models:/name/3"):
+        assert TrainConfig(**with_field("model.source", source)).model.source == source
+    found = problems(with_field("model.source", "models:/name"))
+    assert found["model.source"].startswith("expected models:/NAME@ALIAS or models:/NAME/VERSION")
+    both = {"source": "models:/name/3", "revision": "main"}
+    assert "a registered model's version" in problems(MINIMAL | {"model": both})["model.revision"]
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,16 @@ config_checks model_sections overrides
 sections credentials schedules
 config
 forecasts
+reports
 records
-outcomes storage
+outcomes storage calls
 display hardware events compat tracking_guard custom_code text.values memory
 display_plan display_outcomes display_curves batches tracking_store text.readers text.pieces
-layout milestones resuming tracking_params tracking_sender
-choosing
-timing advice
-planning
+live_state
+layout display_live milestones resuming tracking_params tracking_sender tracking_trial
+choosing tracking_courier
+timing advice tracking_rank
+planning tracking_run
 tracking tracking_tensorboard text.turns text.lexer text.packing text.split
 text.formats text.templates text.coding text.prompts
 text.packs
@@ -38,15 +40,21 @@ text.encode
 previewing
 preview_parts
 preview_text preview_html
-worker.gpus worker.builds worker.output worker.copies worker.failures worker.requests
-worker.node
-worker.caches worker.world worker.whole worker.part worker.parts worker.weight_files
-worker.folders worker.four_bit
-worker.trainer worker.torchrun
+worker.gpus worker.network worker.shared_folder worker.builds worker.output worker.locks
+worker.failures worker.requests
+worker.kills worker.frames worker.debugging
+worker.stacks
+worker.lifeline worker.room
+worker.copies
+worker.node worker.meeting worker.watch
+worker.staged worker.handover
+worker.caches worker.facts worker.world worker.whole worker.part worker.parts worker.weight_files
+worker.folders worker.four_bit worker.pairs
+worker.trainer worker.torchrun worker.usage
 worker.lora worker.model worker.order worker.masking worker.masks worker.optim worker.router
 worker.generation worker.adapters worker.initial worker.growth worker.weight_names
 worker.weights worker.adapter_weights worker.reopened worker.generate
-worker.data worker.rng worker.metadata worker.snapshot worker.keeping
+worker.data worker.laps worker.rng worker.metadata worker.snapshot worker.keeping
 worker.loss
 worker.probe worker.lending
 worker.parallel worker.kernels worker.checkpoint worker.evaluate worker.samples worker.export
@@ -57,25 +65,29 @@ worker.reporting worker.own_metrics worker.pace
 worker.jobs
 worker.evaluations worker.exports worker.judging worker.starting
 worker.session worker.evaluating
-worker.main
+worker.main worker.call
 worker.supervisor shapes
 driver.model_code
-driver.shipping driver.preflight driver.strategy_checks driver.model_files driver.served
+driver.shipping driver.preflight driver.node_checks driver.strategy_checks driver.model_files
+driver.served
 driver.rows driver.gguf driver.gguf_header driver.run_folder
 driver.lease driver.uploading driver.job_context
 driver.monitor driver.diagnosis driver.signals driver.progress_views driver.formatters
 driver.exporting
 driver.model_config driver.causes driver.model_changes driver.user_metrics
-driver.cluster driver.hub driver.composed driver.kept driver.progress driver.adapters
-driver.sources driver.tasks driver.tables driver.hub_data
-driver.inputs driver.outlines driver.generating
+driver.html_view driver.board driver.stalls
+driver.cluster driver.hub driver.registered driver.composed driver.kept driver.progress
+driver.adapters
+driver.checklist driver.showing driver.sources driver.tasks driver.tables driver.hub_data
+driver.inputs driver.outlines driver.generating driver.recovery
 driver.fingerprints driver.rules driver.counts
 driver.prepare driver.examples driver.staging
 driver.launch driver.supervise driver.forecasting
-driver.results driver.survey driver.trial driver.sample_prompts driver.model_package
-driver.deciding driver.registry driver.running
+driver.results driver.survey driver.probing driver.trial driver.sample_prompts driver.model_package
+driver.watching driver.calling driver.deciding driver.registry driver.running
 driver.checks driver.evaluating
-api cli_session
+driver.sending
+api api_results cli_session
 cli_results
 cli
 __main__
@@ -87,10 +99,12 @@ RANKS = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 EXCEPTIONS = {
     # A record shows itself; its page is made when somebody looks.
     ("records", "display"),
+    ("reports", "display"),
     ("records", "display_plan"),
     ("records", "display_curves"),
     ("forecasts", "display_plan"),
     ("outcomes", "display_outcomes"),
+    ("live_state", "display_live"),
     ("previewing", "preview_text"),
     ("previewing", "preview_html"),
 }
@@ -168,8 +182,8 @@ def users_of(library: str) -> set[str]:
 
 
 def test_who_may_use_what() -> None:
-    stores = {"tracking", "tracking_store", "tracking_sender"}
-    logging = stores | {"driver.model_package", "driver.registry"}
+    stores = {f"tracking{part}" for part in ("", "_store", "_sender", "_courier", "_run", "_trial")}
+    logging = stores | {"driver.model_package", "driver.registered", "driver.registry"}
     assert users_of("mlflow") == logging
     assert users_of("pyspark.ml.torch") == {"driver.launch"}
     assert not {name for name in users_of("pyspark") if name.startswith(("worker", "text"))}

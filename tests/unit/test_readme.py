@@ -39,7 +39,7 @@ def test_every_block_is_of_a_language_that_is_checked() -> None:
     ]
     assert set(found[0::2]) == {"bash", "python", "yaml", "json", "text", ""}
     assert set(found[1::2]) == {""}
-    assert found.count("text") == 1  # how TensorBoard is opened
+    assert found.count("text") == 3  # how TensorBoard is opened; a run that is watched; a stall
     assert found[0::2].count("") == 1  # the file map
 
 
@@ -268,7 +268,7 @@ def test_metrics_are_those_that_are_logged() -> None:
 def test_tensorboard_is_opened_where_the_files_are() -> None:
     usual = TrainConfig.from_yaml(blocks("yaml", CONFIGURATION)[0])
     folder = f"{usual.checkpoint.dir}/{usual.tracking.run_name}/tensorboard"
-    (text,) = blocks("text")
+    (text,) = blocks("text", CONFIGURATION)
     assert text == f"%load_ext tensorboard\n%tensorboard --logdir {folder}\n"
 
 
