@@ -22,6 +22,7 @@ from typing import Literal
 import click
 
 from dbx_llmtrain import storage, tracking
+from dbx_llmtrain.credentials import redact
 from dbx_llmtrain.driver import run_folder
 from dbx_llmtrain.driver.run_folder import RunFolder
 from dbx_llmtrain.errors import CheckpointError, was_stopped
@@ -106,6 +107,7 @@ def held(folder: RunFolder) -> Iterator[Held]:
     except BaseException as error:
         stopped = was_stopped(error)
         first = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
+        first = redact(first, os.environ)
         holder.release("stopped" if stopped else "failed", first)
         raise
     holder.release("finished")

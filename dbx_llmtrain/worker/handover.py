@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.credentials import redact
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.worker import failures, frames, node, requests
 from dbx_llmtrain.worker.output import LOG_ONLY
@@ -73,13 +74,13 @@ class Handover:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """``error`` in one line, what it comes of where that is known, and its traceback from where
-    other code than ours and torch's begins."""
+    other code than ours and torch's begins, without this process's secrets."""
     report = traceback.TracebackException.from_exception(error)
     frames.cut(report)
     return {
-        "error": failures.told(error) + _here(error),
+        "error": redact(failures.told(error) + _here(error), os.environ),
         "cause": failures.cause_of_error(error),
-        "traceback": "".join(report.format()),
+        "traceback": redact("".join(report.format()), os.environ),
     }
 
 

@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -149,10 +150,11 @@ def _versions() -> dict[str, str]:
     """Versions of the packages that matter, from their metadata; nothing is imported."""
     found = {}
     for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with suppress(importlib.metadata.PackageNotFoundError):
+            # Without one in what an interrupted installation has left, whatever its type says.
+            version: str | None = importlib.metadata.version(name)
+            if version:
+                found[name] = version
     return found
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dbx_llmtrain import channel, logs, storage
+from dbx_llmtrain.credentials import redact
 from dbx_llmtrain.events import EVENTS_FILE, Event, EventLog, Kind
 from dbx_llmtrain.outcomes import RankResult
 from dbx_llmtrain.records import RunPlan
@@ -255,7 +256,7 @@ class Reporter:
     def failed(self, error: BaseException) -> None:
         """Hand the failure over before anything that may take time."""
         self._handover.failure(error)
-        self._emit("failed", error=f"{type(error).__name__}: {error}")
+        self._emit("failed", error=redact(f"{type(error).__name__}: {error}", os.environ))
 
     def close(self, patience_s: float) -> None:
         """Publish what is left; wait at most so long for the tracking server, and for the driver to
@@ -326,6 +327,6 @@ def _keep_earlier(shared: Path, local: Path) -> None:
     republished whole."""
     try:
         earlier = shared.read_bytes()
-    except OSError:
-        return
+    except FileNotFoundError:
+        return  # any other fault ends this attempt: it would publish a file without what was before
     local.write_bytes(earlier[: earlier.rfind(b"\n") + 1])

@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dbx_llmtrain import storage
+from dbx_llmtrain.credentials import redact
 from dbx_llmtrain.worker import node, requests
 from dbx_llmtrain.worker.trainer import (
     LOGS,
@@ -177,6 +178,8 @@ def _remove_leftovers() -> None:
 def write_record(job: Job, ending: Ending) -> None:
     """Put this rank's ``records.RankRecord`` into the run folder."""
     fields = asdict(ending)
+    for name in ("error", "traceback", "log_tail"):
+        fields[name] = redact(fields[name], job.secrets)
     fields["status"] = "failed" if ending.exit_code else "finished"
     if job.rank != 0 or ending.exit_code:
         fields["result"] = None

@@ -56,6 +56,18 @@ def test_what_is_on_top_is_dropped(names: tuple[str, ...], kept: tuple[str, ...]
     assert tuple(files(text)) == kept
 
 
+def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_TOKEN", "opensesame")
+    code = "def call(rest): raise ValueError('opensesame at https://me:word@host/x')"
+    scope: dict[str, Any] = {}
+    exec(compile(code, USER, "exec"), scope)
+    with pytest.raises(ValueError, match="host") as caught:
+        scope["call"]([])
+    found = describe(caught.value)
+    assert found["error"] == "ValueError: *** at https://***@host/x"
+    assert found["traceback"].endswith("ValueError: *** at https://***@host/x\n")
+
+
 def test_what_it_was_raised_from_is_shortened_too() -> None:
     error = DataError("a row is torn")
     error.__cause__ = through(OURS, OURS, USER)

@@ -286,7 +286,11 @@ def test_one_that_cannot_be_renewed_is_told_and_training_goes_on(
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(None, "finished"), (ValueError("a\nb"), "failed"), (KeyboardInterrupt(), "stopped")],
+    [
+        (None, "finished"),
+        (ValueError("at https://me:word@a\nb"), "failed"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
 )
 def test_afterwards_it_says_how_the_run_ended(
     tmp_path: Path, error: BaseException | None, status: str
@@ -308,7 +312,7 @@ def test_afterwards_it_says_how_the_run_ended(
     left = lease.read(tmp_path)
     assert left is not None
     assert (left.status, left.tracking) == (status, plan)
-    assert left.error == ("ValueError: a" if status == "failed" else left.error)
+    assert left.error == ("ValueError: at https://***@a" if status == "failed" else left.error)
     assert not lease.is_alive(left)
 
 

@@ -101,6 +101,16 @@ def test_report_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert report.problem == ""
 
 
+def test_what_an_interrupted_installation_has_left_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    report = NodeReport.model_validate(node.report(str(tmp_path / "local")))
+    assert "torch" not in report.packages
+    assert report.packages["transformers"]
+
+
 def test_report_says_what_it_could_not_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     report = NodeReport.model_validate(node.report(str(tmp_path / "file")))

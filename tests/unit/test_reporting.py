@@ -102,9 +102,20 @@ def test_another_rank_only_says_where_it_is(heard: list[Event], tmp_path: Path) 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_is_heard_at_once(heard: list[Event], tmp_path: Path, rank: int) -> None:
     with suppress(ZeroDivisionError), reporting.reporting(plan(tmp_path), rank):
-        raise ZeroDivisionError("by zero")
+        raise ZeroDivisionError("by https://me:word@zero")
     assert (heard[-1].kind, heard[-1].rank) == ("failed", rank)
-    assert heard[-1].data["error"] == "ZeroDivisionError: by zero"
+    assert heard[-1].data["error"] == "ZeroDivisionError: by https://***@zero"
+
+
+def test_events_of_earlier_attempts_are_not_replaced_where_they_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    chosen = plan(tmp_path)
+    shared = Path(chosen.run_dir) / EVENTS_FILE
+    shared.mkdir(parents=True)  # reading it fails, whoever asks
+    with pytest.raises(IsADirectoryError), reporting.reporting(chosen, 0):
+        pass
+    assert shared.is_dir()
 
 
 def lines(chosen: RunPlan, capsys: pytest.CaptureFixture[str]) -> tuple[list[str], list[str]]:

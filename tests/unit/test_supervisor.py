@@ -189,6 +189,12 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     assert (record.step, record.exit_code, record.stopped) == (7, 1, False)
 
 
+def test_a_secret_that_a_rank_prints_is_not_in_its_record(tmp_path: Path) -> None:
+    _, _, record = Supervised(tmp_path, "tell").end()
+    assert record.exit_code == 3
+    assert record.log_tail.rstrip().endswith("it is ***")
+
+
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     _, _, record = Supervised(tmp_path, "killed").end()
     assert record.exit_code == -9

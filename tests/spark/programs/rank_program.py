@@ -48,6 +48,11 @@ def action_environment() -> None:
     finish()
 
 
+def action_tell() -> None:
+    print("it is", os.environ["TEST_SECRET"], flush=True)
+    sys.exit(3)
+
+
 def action_log_only() -> None:
     from dbx_llmtrain.worker.output import LOG_ONLY
 
