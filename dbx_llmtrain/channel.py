@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextvars
 import hmac
 import json
+import logging
 import secrets
 import selectors
 import socket
@@ -25,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 ADDRESS = "DBX_LLMTRAIN_EVENTS"
 SECRET = "DBX_LLMTRAIN_EVENTS_SECRET"
@@ -131,16 +134,27 @@ class Server:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(_TICK_S):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    else:
-                        self._receive(key.fileobj)  # type: ignore[arg-type]
+                    if isinstance(key.fileobj, socket.socket):
+                        self._attend(key.fileobj)
                 self._drop_strangers()
         finally:
             for peer in list(self._peers):
                 self._drop(peer)
             self._listener.close()
             self._selector.close()
+
+    def _attend(self, connection: socket.socket) -> None:
+        """Whatever a peer has sent, it costs its own connection at most: ranks end where nobody
+        listens any more."""
+        try:
+            if connection is self._listener:
+                self._accept()
+            else:
+                self._receive(connection)
+        except Exception as error:
+            logger.debug("a message broke its connection", exc_info=error)
+            if connection is not self._listener:
+                self._drop(connection)
 
     def _accept(self) -> None:
         try:
@@ -187,7 +201,7 @@ class Server:
                 with suppress(Exception):  # one bad message is not the end of all
                     handle(message)
             return True
-        given = str(message.get("answer", "")).encode()
+        given = str(message.get("answer", "")).encode("utf-8", "replace")
         peer.known = hmac.compare_digest(given, _answer(self.key, peer.nonce).encode())
         if peer.known:
             with suppress(OSError):

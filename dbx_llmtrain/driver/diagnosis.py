@@ -165,6 +165,14 @@ def _lost(
         unknown = "rank 0 finished without a result"
     parts = [unknown or "no rank failed by itself", peers, said]
     step = max((one.step for one in records.values() if one.step is not None), default=None)
+    if _CANCELLED.search(said) and "ExecutorLostFailure" not in said:
+        return TrainingFailed(
+            f"the run ended after step {step or 0}, since its Spark job was cancelled",
+            step=step,
+            advice="run again with the same tracking.run_name: training goes on from its newest "
+            "checkpoint",
+            cause=TrainingFailed.STOPPED,
+        )
     known = failures.WITHOUT_A_WORD
     by_spark = failures.known_text(said) if first is None else None
     if by_spark is not None and by_spark.cause in _OF_SPARK:

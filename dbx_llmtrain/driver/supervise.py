@@ -103,6 +103,8 @@ def _after_a_loss(
     plan: RunPlan, error: TrainingFailed, past: _History, regroup: Regroup
 ) -> tuple[RunPlan, str]:
     """The next attempt after a loss, and that in words. Raises the failure."""
+    if error.step is None:
+        error.step = _progress(plan)
     verdict = recovery.decide(error, past.lost, plan.config.cluster.max_restarts)
     if not verdict.go_on:
         raise _advised(error, error.advice, verdict.why) if verdict.why else error
@@ -121,6 +123,12 @@ def _after_a_loss(
     past.lost.append(error)
     step = storage.step_of(Path(origin)) if origin else None
     return again, recovery.restart_text(error, plan, again, step)
+
+
+def _progress(plan: RunPlan) -> int | None:
+    """Steps that this attempt has told of: where all ranks are gone at once, nobody else knows."""
+    events = read_events(storage.local_path(plan.run_dir) / EVENTS_FILE, attempt=plan.attempt)
+    return max((event.step for event in events if event.kind == "step"), default=None)
 
 
 def _last_checkpoint(plan: RunPlan) -> str | None:

@@ -110,6 +110,7 @@ def test_an_answer_is_worth_nothing_on_another_connection(server: Server) -> Non
         b"{}\n",
         b"[" * 400 + b"\n",
         b"x" * 2000,
+        b'{"answer": "\\ud800"}\n',
     ],
 )
 def test_garbage_closes_its_own_connection_alone(server: Server, data: bytes) -> None:

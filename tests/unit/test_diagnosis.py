@@ -199,6 +199,19 @@ def test_spark_may_know_what_ranks_without_a_record_failed_of(said: str, cause: 
     assert diagnosis.failure({}, 2, RuntimeError(said)).cause == cause
 
 
+def test_a_cancelled_job_is_no_loss_where_its_ranks_had_no_time_to_save() -> None:
+    records = {
+        rank: record(rank, error="ended because the run was stopped", stopped=True, step=4)
+        for rank in (0, 1)
+    }
+    said = RuntimeError("Job 7 cancelled as part of cancellation of all jobs")
+    found = diagnosis.failure(records, 2, said)
+    assert found.cause == "stopped"
+    assert str(found).startswith("the run ended after step 4, since its Spark job was cancelled")
+    lost = RuntimeError("ExecutorLostFailure (executor 1 exited); stage cancelled")
+    assert diagnosis.failure(records, 2, lost).cause == "lost"
+
+
 def test_the_log_is_named(tmp_path: Path) -> None:
     found = diagnosis.failure({1: record(1)}, 1, None, tmp_path)
     assert found.log == str(tmp_path / "logs" / "rank-00001.log")

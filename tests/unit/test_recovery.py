@@ -142,6 +142,26 @@ def test_a_run_that_has_lost_something_goes_on_from_its_last_checkpoint(tmp_path
     ]
 
 
+def test_all_ranks_may_be_taken_at_once_more_than_once(tmp_path: Path) -> None:
+    """None of them leaves a record: how far an attempt was is in its events."""
+
+    def taken_after(step: int) -> Any:
+        def attempt(plan: RunPlan) -> RankResult:
+            event = Event(attempt=plan.attempt, rank=0, kind="step", time=1.0, step=step)
+            (tmp_path / "events.jsonl").write_text(event.model_dump_json() + "\n")
+            raise lost(step=None, rank=None, host=None)
+
+        return attempt
+
+    attempts = [taken_after(3), taken_after(5), lambda plan: DONE]
+    told: list[str] = []
+    supervise.run(plan(tmp_path), lambda plan: attempts.pop(0)(plan), tell=told.append)
+    assert [text.split(": ")[1] for text in told] == ["a rank after step 3", "a rank after step 5"]
+    attempts = [taken_after(3), taken_after(3)]
+    with pytest.raises(TrainingFailed, match="the same failure at the same step as before"):
+        supervise.run(plan(tmp_path), lambda plan: attempts.pop(0)(plan))
+
+
 def test_of_sparks_words_the_lost_executor_is_told() -> None:
     spark = "Py4JJavaError: " + "An error occurred while calling " * 20
     lost_one = "ExecutorLostFailure (executor 1 exited) Reason: Command exited with code 137"
