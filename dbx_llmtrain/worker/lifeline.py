@@ -41,7 +41,7 @@ class Lifeline:
 
     def is_cut(self) -> bool:
         """Whether one of them is gone."""
-        gone = any(since is None or _began(pid) != since for pid, since in self._above.items())
+        gone = any(since is None or _is_gone(pid, since) for pid, since in self._above.items())
         return gone or self._driver_gone.is_set()
 
     def _look(self) -> None:
@@ -76,14 +76,20 @@ def _above(parent: int) -> Iterator[tuple[int, str | None]]:
     for _ in range(LEVELS):
         if pid <= 1:
             return
-        fields = _fields(pid)
+        try:
+            fields = _fields(pid)
+        except OSError:
+            return  # what nobody can look at is not looked after
         yield pid, fields[_BEGAN] if fields else None
         pid = int(fields[_PARENT]) if fields else 0
 
 
-def _began(pid: int) -> str | None:
-    fields = _fields(pid)
-    return fields[_BEGAN] if fields and fields[_STATE] not in "ZX" else None
+def _is_gone(pid: int, since: str) -> bool:
+    try:
+        fields = _fields(pid)
+    except OSError:
+        return False  # too many open files, say: nobody knows at the moment
+    return not fields or fields[_STATE] in "ZX" or fields[_BEGAN] != since
 
 
 _STATE, _PARENT, _BEGAN = 0, 1, 19
@@ -93,6 +99,6 @@ _STATE, _PARENT, _BEGAN = 0, 1, 19
 def _fields(pid: int) -> list[str]:
     try:
         text = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return []
     return text.rpartition(")")[2].split()

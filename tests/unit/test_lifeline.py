@@ -122,3 +122,19 @@ def test_refused_is_not_unreachable(place: str, answer: bool | None) -> None:
     port = channel.split_address(server.address)[1]
     server.close()
     assert lifeline._answers((place, port)) is answer
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_gone() -> None:
+    """Without a free file handle, which a busy machine may be short of for a moment."""
+    import resource
+
+    line = Lifeline(os.getpid(), {})
+    assert not line.is_cut()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        cut = line.is_cut()
+        late = Lifeline(os.getpid(), {}).is_cut()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (cut, late) == (False, False)
