@@ -58,6 +58,7 @@ def test_probe_prints_json_alone_on_standard_output(shell) -> None:  # type: ign
     assert report.master == "local[1]"
 
 
+@pytest.mark.slow
 def test_a_local_cluster_is_started_and_leaves_nothing(shell) -> None:  # type: ignore[no-untyped-def]
     import pyspark
 

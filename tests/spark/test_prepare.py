@@ -266,6 +266,7 @@ def order(data: PreparedData) -> list[tuple[int, ...]]:
     return [ids for example in packs(data) for ids, _ in example]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_order_of_a_frame_is_kept_and_known(
     spark: Any, model_folder: Path, tmp_path: Path

@@ -252,7 +252,8 @@ def check_other_rows_are_refused(
     assert {path: path.read_bytes() for path in Path(finished.run_dir).glob("*.*")} == kept
 
 
-@pytest.mark.parametrize("fault", [pytest.param("raise", marks=pytest.mark.slow), "kill"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["raise", "kill"])
 def test_a_rank_that_breaks_ends_the_run_as_failed(
     spark: Any, inputs: Path, tmp_path: Path, fault: str
 ) -> None:
