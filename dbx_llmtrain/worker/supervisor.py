@@ -37,6 +37,7 @@ from dbx_llmtrain.worker.trainer import (
 TRAINER = "dbx_llmtrain.worker.main"
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _DAY = 24 * 3600
+_WRITING_S = 20.0
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -176,7 +177,8 @@ def _remove_leftovers() -> None:
 
 
 def write_record(job: Job, ending: Ending) -> None:
-    """Put this rank's ``records.RankRecord`` into the run folder."""
+    """Put this rank's ``records.RankRecord`` into the run folder. Raises ``OSError`` where that
+    cannot be written for 20 s (the driver waits for 30)."""
     fields = asdict(ending)
     for name in ("error", "traceback", "log_tail"):
         fields[name] = redact(fields[name], job.secrets)
@@ -190,7 +192,15 @@ def write_record(job: Job, ending: Ending) -> None:
         "host": socket.gethostname(),
         "gpu": _gpu() if job.use_gpu else None,
     }
-    storage.write_text(record_path(job.run_dir, job.rank), json.dumps(fields, indent=1))
+    text, deadline = json.dumps(fields, indent=1), time.monotonic() + _WRITING_S
+    while True:
+        try:
+            storage.write_text(record_path(job.run_dir, job.rank), text)
+            return
+        except OSError:  # of the storage, for a moment: a rank that has finished has not failed
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
 
 
 def record_path(run_dir: Path, rank: int) -> Path:

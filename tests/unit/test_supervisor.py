@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -187,6 +188,23 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     assert record.traceback.startswith("Traceback (most recent call last)")
     assert record.log_tail.rstrip().endswith("ValueError: row 17 has no text")
     assert (record.step, record.exit_code, record.stopped) == (7, 1, False)
+
+
+def test_storage_that_takes_nothing_for_a_moment_does_not_fail_a_rank(tmp_path: Path) -> None:
+    run = Supervised(tmp_path, "finish", rank=0)
+    path = supervisor.record_path(run.run_dir, 0)
+    path.mkdir(parents=True)  # nothing can be put in its place
+
+    def make_way() -> None:
+        until(lambda: (run.run_dir / "logs" / "rank-00000.log").exists())
+        time.sleep(1.5)
+        path.rmdir()
+
+    thread = threading.Thread(target=make_way)
+    thread.start()
+    code, _, record = run.end()
+    thread.join()
+    assert (code, record.status) == (0, "finished")
 
 
 def test_a_secret_that_a_rank_prints_is_not_in_its_record(tmp_path: Path) -> None:
