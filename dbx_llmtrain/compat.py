@@ -9,11 +9,12 @@ from packaging.version import Version
 
 
 def installed(package: str) -> Version | None:
-    """The installed version of a distribution, ``None`` when it is not installed."""
+    """The installed version of a distribution, ``None`` when it is not installed, or not whole."""
     try:
-        return Version(version(package))
-    except PackageNotFoundError:
+        found = version(package)
+    except (PackageNotFoundError, FileNotFoundError):
         return None
+    return Version(found) if found else None
 
 
 def at_least(package: str, minimum: str) -> bool:

@@ -90,9 +90,10 @@ def _here(error: BaseException) -> str:
         return ""
     package = error.name.partition(".")[0]
     try:
-        return f" (this node has {package} {metadata.version(package)})"
-    except metadata.PackageNotFoundError:
+        found = metadata.version(package)
+    except (metadata.PackageNotFoundError, FileNotFoundError):
         return ""
+    return f" (this node has {package} {found})" if found else ""
 
 
 @contextlib.contextmanager

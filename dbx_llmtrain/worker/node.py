@@ -150,8 +150,9 @@ def _versions() -> dict[str, str]:
     """Versions of the packages that matter, from their metadata; nothing is imported."""
     found = {}
     for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            # Without one in what an interrupted installation has left, whatever its type says.
+        # What an interrupted installation has left has none, whatever the type says, or raises an
+        # error of its own where the backport importlib_metadata has been imported.
+        with suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError):
             version: str | None = importlib.metadata.version(name)
             if version:
                 found[name] = version

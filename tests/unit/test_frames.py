@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,15 @@ def test_what_it_was_raised_from_is_shortened_too() -> None:
     error = DataError("a row is torn")
     error.__cause__ = through(OURS, OURS, USER)
     assert files(describe(error)["traceback"]) == [USER]
+
+
+def test_a_package_that_is_half_installed_breaks_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "half-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = describe(ModuleNotFoundError("No module named 'half'", name="half"))["error"]
+    assert found == "ModuleNotFoundError: No module named 'half'"
 
 
 def test_the_version_of_a_package_that_lacks_a_name() -> None:
