@@ -12,7 +12,7 @@ def installed(package: str) -> Version | None:
     """The installed version of a distribution, ``None`` when it is not installed, or not whole."""
     try:
         found = version(package)
-    except (PackageNotFoundError, FileNotFoundError):
+    except (PackageNotFoundError, FileNotFoundError, TypeError):
         return None
     return Version(found) if found else None
 

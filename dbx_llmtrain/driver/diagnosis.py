@@ -113,7 +113,7 @@ def _driver_has(record: RankRecord) -> str:
     package = (found[1] or found[2]).partition(".")[0]
     try:
         return f" ({record.node}; the driver has {package} {metadata.version(package)})"
-    except (metadata.PackageNotFoundError, FileNotFoundError):
+    except (metadata.PackageNotFoundError, FileNotFoundError, TypeError):
         return f" ({record.node}; the driver has no package {package} either)"
 
 

@@ -91,7 +91,7 @@ def _here(error: BaseException) -> str:
     package = error.name.partition(".")[0]
     try:
         found = metadata.version(package)
-    except (metadata.PackageNotFoundError, FileNotFoundError):
+    except (metadata.PackageNotFoundError, FileNotFoundError, TypeError):
         return ""
     return f" (this node has {package} {found})" if found else ""
 

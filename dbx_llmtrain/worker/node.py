@@ -150,9 +150,9 @@ def _versions() -> dict[str, str]:
     """Versions of the packages that matter, from their metadata; nothing is imported."""
     found = {}
     for name in _PACKAGES:
-        # What an interrupted installation has left has none, whatever the type says, or raises an
-        # error of its own where the backport importlib_metadata has been imported.
-        with suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError):
+        # What an interrupted installation has left has none, whatever the type says, or raises one
+        # of several errors where the backport importlib_metadata has been imported.
+        with suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError, TypeError):
             version: str | None = importlib.metadata.version(name)
             if version:
                 found[name] = version
