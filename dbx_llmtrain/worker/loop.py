@@ -132,15 +132,7 @@ def train_steps(
             started = time.perf_counter()
             work = next(batches)
             lap.begin(waited=time.perf_counter() - started)
-            rate = learning_rate(
-                updates + 1,
-                plan.config.train,
-                warmup_steps=plan.warmup_steps,
-                total_steps=plan.total_steps,
-                decay_steps=plan.decay_steps,
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            rate = _set_rate(optimizer, plan, updates + 1)
             loss, norm, skipped, wishes, times = _step(
                 root, optimizer, strategy, work, world, plan.config.train.max_grad_norm, asked, lap
             )
@@ -166,6 +158,20 @@ def train_steps(
                     f"the gradient was not finite in {failures} steps in a row, up to step {step}: "
                     "lower train.learning_rate, or look for broken rows in the data"
                 )
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, plan: RunPlan, update: int) -> float:
+    """Give every group the learning rate of an update, which is returned."""
+    rate = learning_rate(
+        update,
+        plan.config.train,
+        warmup_steps=plan.warmup_steps,
+        total_steps=plan.total_steps,
+        decay_steps=plan.decay_steps,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def prepared_ahead(order: Order, first: int, end: int) -> Generator[StepBatches]:

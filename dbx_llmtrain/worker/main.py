@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dbx_llmtrain import logs
 from dbx_llmtrain.outcomes import RankResult
@@ -17,6 +18,9 @@ from dbx_llmtrain.records import RunPlan
 from dbx_llmtrain.worker import caches, debugging, handover, reporting, torchrun, usage
 from dbx_llmtrain.worker.watch import collective_timeout
 from dbx_llmtrain.worker.world import gathered, launcher_environment, leave_process, open_world
+
+if TYPE_CHECKING:
+    from dbx_llmtrain.worker.jobs import Job, Progress
 
 
 def run(plan: RunPlan) -> RankResult:
@@ -31,7 +35,6 @@ def run(plan: RunPlan) -> RankResult:
         folders,
         generation,
         jobs,
-        loop,
         lora,
         session,
         starting,
@@ -67,15 +70,7 @@ def run(plan: RunPlan) -> RankResult:
             report.started(
                 progress.step, [*ends.notes, *world.notes, *told], origin=progress.now.saved
             )
-            with session.steered(job) as control:
-                done = session.begin(job, progress, control)
-                for step in loop.train_steps(
-                    plan, job.root, job.optimizer, job.strategy, job.order, world,
-                    done=done, skipped_before=progress.seen.skipped, asked=control.asked.wanted,
-                ):  # fmt: skip
-                    if session.finish_step(job, progress, control, step):
-                        break
-                session.end(job, progress, control)
+            _take_steps(job, progress)
             whole = None if progress.now.cut else exports.collect_export(job)
             best = session.find_best(job, progress)
             metrics = session.measure(job, progress)
@@ -83,6 +78,21 @@ def run(plan: RunPlan) -> RankResult:
         result = session.conclude(job, progress, metrics, path, best)
         report.finished(result)
     return result
+
+
+def _take_steps(job: Job, progress: Progress) -> None:
+    """Every step that is left, with what happens between them."""
+    from dbx_llmtrain.worker import loop, session
+
+    with session.steered(job) as control:
+        done = session.begin(job, progress, control)
+        for step in loop.train_steps(
+            job.plan, job.root, job.optimizer, job.strategy, job.order, job.world,
+            done=done, skipped_before=progress.seen.skipped, asked=control.asked.wanted,
+        ):  # fmt: skip
+            if session.finish_step(job, progress, control, step):
+                break
+        session.end(job, progress, control)
 
 
 def main(argv: Sequence[str]) -> int:
